@@ -1,0 +1,5 @@
+"""`python -m starquill` is the `starquill` command."""
+
+from starquill.cli.app import main
+
+raise SystemExit(main())

@@ -1,0 +1,46 @@
+"""The errors that starquill raises on purpose.
+
+Each carries one line for the user: what was found, what was expected, what to do. The command
+line prints that line and exits with 2; anything else that escapes is our own fault and exits
+with 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MOST_LISTED = 20
+
+
+class StarquillError(Exception):
+    """Parent of every error that the user can do something about."""
+
+
+class CheckpointError(StarquillError):
+    """A model's files are missing, damaged or contradict each other."""
+
+
+class UnsupportedError(StarquillError):
+    """The files are sound, but ask for something that starquill does not implement."""
+
+
+class AdapterError(StarquillError):
+    """An adapter does not fit the model it was asked to act on."""
+
+
+class CapacityError(StarquillError):
+    """Something is larger than the room there is: the context, memory, a queue."""
+
+
+class BadRequestError(StarquillError):
+    """A request or option has a value that cannot be used."""
+
+
+class NumericsError(StarquillError):
+    """The model produced values that are not finite numbers."""
+
+
+def listing(items: Sequence[str], most: int = MOST_LISTED) -> str:
+    """Join `items` for an error line, naming at most `most` and counting the rest."""
+    shown = ", ".join(items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"

@@ -1,0 +1,103 @@
+"""Plain data that crosses folders. Imports nothing of ours and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen and when generation ends.
+
+    Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch their filter off.
+    `repetition_penalty` divides the logits of tokens seen in prompt or output (CTRL, arXiv
+    1909.05858); `presence_penalty` and `frequency_penalty` are OpenAI's, over the output alone.
+    `logprobs` None reports nothing, n reports the chosen token and the n likeliest. Empty stop
+    strings are ignored.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One request, tokenized.
+
+    `heal` is text that the prompt's end lost to token healing: the first new tokens must spell
+    it, and it is not part of the output. `stop_ids` end this request besides the model's own
+    end tokens.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    heal: bytes = b""
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural-log probability of a token under the model's unmodified distribution."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """The chosen token's log probability and the likeliest alternatives, best first."""
+
+    chosen: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step adds to a request's output: the one thing that leaves the engine.
+
+    `text` may be empty (half a character, text that may turn into a stop string, a control
+    token) and may hold text withheld by earlier steps. The last delta of a request has a
+    `finish_reason`; its `token_id` is None when no token was sampled for it.
+    """
+
+    id: str
+    token_id: int | None
+    text: str
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Counts and times (seconds) of one request. Rates are tokens per second."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    time_to_first_token: float
+    generation_seconds: float
+    peak_memory_bytes: int
+    seed: int | None
+
+    @property
+    def prompt_rate(self) -> float:
+        return self.prompt_tokens / max(self.time_to_first_token, 1e-9)
+
+    @property
+    def generation_rate(self) -> float:
+        """Tokens after the first per second of decoding; 0 when there was no second token."""
+        return max(self.generated_tokens - 1, 0) / max(self.generation_seconds, 1e-9)
