@@ -1,0 +1,1 @@
+"""From files to a model: finding them, reading them, and putting tensors where they belong."""

@@ -1,0 +1,158 @@
+"""Put a checkpoint's tensors into a model, one at a time, or say all that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from starquill.checkpoint.source import WeightSource
+from starquill.errors import CheckpointError, NumericsError, listing
+from starquill.models.spec import ArchSpec, ModelConfig
+from starquill.nn.linear import Embedding, Linear
+from starquill.quant.weight import DenseWeight, Weight
+
+_READABLE = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model with every tensor in place, and what the user should know about it."""
+
+    model: Any
+    warnings: tuple[str, ...]
+
+
+def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Every tensor that `model` is made of, by its name in a checkpoint, with its shape."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Linear | Embedding):
+            shapes[f"{path}.weight"] = module.weight.shape
+        for name, parameter in module.named_parameters(prefix=path, recurse=False):
+            shapes[name] = tuple(parameter.shape)
+    return shapes
+
+
+def build(
+    spec: ArchSpec, config: ModelConfig, source: WeightSource, dtype: torch.dtype
+) -> BuiltModel:
+    """Build the model of `config` and fill it from `source`, computing in `dtype`.
+
+    Norm parameters stay float32. Raises CheckpointError with every missing, unexpected and
+    misshapen tensor at once, before any weight is read.
+    """
+    model = spec.Model(config)
+    expected = expected_tensors(model)
+    names = _renamed(spec, source)
+    head, embedding = f"{spec.head}.weight", f"{spec.embedding}.weight"
+    warnings = list(_head_warnings(config, head in names, head))
+    if head not in names:
+        del expected[head]
+    _check(expected, names, source)
+    for ours, theirs in names.items():
+        _assign(model, ours, source.read(theirs), dtype)
+    own_head = head in names and not _same_tensor(model, spec)
+    if own_head and config.tie_word_embeddings is not False:
+        said = "is true" if config.tie_word_embeddings else "is not in config.json"
+        warnings.append(
+            f"tie_word_embeddings {said}, but {head} differs from {embedding}: using {head}"
+        )
+    if not own_head:
+        _tie(model, spec)
+    _check_nothing_on_meta(model)
+    return BuiltModel(model.eval(), tuple(warnings))
+
+
+def _renamed(spec: ArchSpec, source: WeightSource) -> dict[str, str]:
+    """Our name -> the checkpoint's name."""
+    names: dict[str, str] = {}
+    for theirs in source.infos:
+        ours = spec.rename(theirs)
+        if ours is None:
+            continue
+        if ours in names:
+            raise CheckpointError(f"tensors {names[ours]} and {theirs} both stand for {ours}")
+        names[ours] = theirs
+    return names
+
+
+def _head_warnings(config: ModelConfig, has_head: bool, head: str) -> Iterator[str]:
+    if config.tie_word_embeddings is False and not has_head:
+        yield (
+            f"tie_word_embeddings is false, but the checkpoint has no {head}: "
+            "using the embedding as the head"
+        )
+
+
+def _check(
+    expected: dict[str, tuple[int, ...]], names: dict[str, str], source: WeightSource
+) -> None:
+    problems = []
+    if missing := sorted(expected.keys() - names.keys()):
+        problems.append(f"missing tensors: {listing(missing)}")
+    if unexpected := sorted(names[name] for name in names.keys() - expected.keys()):
+        problems.append(f"unexpected tensors: {listing(unexpected)}")
+    infos = {ours: source.infos[theirs] for ours, theirs in names.items() if ours in expected}
+    wrong = [
+        f"{name} {list(info.shape)} (expected {list(expected[name])})"
+        for name, info in sorted(infos.items())
+        if info.shape != expected[name]
+    ]
+    if wrong:
+        problems.append(f"wrong shapes: {listing(wrong)}")
+    odd = [f"{name} {i.dtype}" for name, i in sorted(infos.items()) if i.dtype not in _READABLE]
+    if odd:
+        problems.append(f"unreadable dtypes: {listing(odd)} (expected {', '.join(_READABLE)})")
+    if problems:
+        raise CheckpointError(f"the weights do not fit config.json: {'; '.join(problems)}")
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    if isinstance(module, Linear | Embedding) and attribute == "weight":
+        module.weight = DenseWeight(_convert(tensor, name, dtype))
+        return
+    # Norms are computed in float32, so their parameters are kept in it.
+    kept = dtype if isinstance(module, Linear) else torch.float32
+    setattr(module, attribute, nn.Parameter(_convert(tensor, name, kept), requires_grad=False))
+
+
+def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    converted = tensor.to(dtype)
+    narrower = dtype == torch.float16 and tensor.dtype != dtype
+    if narrower and bool((converted.isinf() & tensor.isfinite()).any()):
+        raise NumericsError(
+            f"{name} has values that float16 cannot hold; use --dtype float32 or bfloat16"
+        )
+    return converted
+
+
+def _same_tensor(model: nn.Module, spec: ArchSpec) -> bool:
+    head, embedding = _weight(model, spec.head), _weight(model, spec.embedding)
+    return torch.equal(head.dequantize(), embedding.dequantize())
+
+
+def _tie(model: nn.Module, spec: ArchSpec) -> None:
+    head = model.get_submodule(spec.head)
+    assert isinstance(head, Linear)
+    head.weight = _weight(model, spec.embedding)
+
+
+def _weight(model: nn.Module, path: str) -> Weight:
+    module = model.get_submodule(path)
+    assert isinstance(module, Linear | Embedding)
+    return module.weight
+
+
+def _check_nothing_on_meta(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        tensors: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
+        if isinstance(module, Linear | Embedding):
+            tensors["weight"] = module.weight.dequantize()
+        for name, tensor in tensors.items():
+            assert not tensor.is_meta, f"{path}.{name} was never loaded"

@@ -1,0 +1,91 @@
+"""Where a model's files are: the embedded one, a folder, a file, or a repository on the hub."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from starquill.errors import CheckpointError, UnsupportedError
+
+EMBEDDED_MODEL = "default"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A folder with config and tokenizer, and the one weight file if the user named it."""
+
+    folder: Path
+    weights: Path | None = None
+
+
+def embedded_model() -> Path:
+    """The folder of the small model that ships inside the package."""
+    return Path(__file__).parent.parent / "assets" / "tiny"
+
+
+def locate(model: str | Path, revision: str | None = None) -> ModelFiles:
+    """Find `model`: `default`, an existing folder or file, or a hub id (downloaded, cached)."""
+    if model == EMBEDDED_MODEL:
+        return ModelFiles(embedded_model())
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return ModelFiles(path)
+    if path.is_file():
+        return _single_file(path)
+    name = str(model)
+    if isinstance(model, str) and _HUB_ID.fullmatch(name):
+        return ModelFiles(_download(name, revision))
+    raise CheckpointError(
+        f"no model at {name!r}: expected {EMBEDDED_MODEL!r}, a folder, a .safetensors file, "
+        "or a hub id such as bigcode/starcoder2-3b"
+    )
+
+
+def _single_file(path: Path) -> ModelFiles:
+    if path.suffix == ".safetensors":
+        return ModelFiles(path.parent, path)
+    if path.suffix in (".bin", ".pt", ".pth"):
+        raise UnsupportedError(PICKLE_REFUSED.format(path))
+    raise UnsupportedError(f"{path}: expected a .safetensors file or a model's folder")
+
+
+PICKLE_REFUSED = (
+    "{}: PyTorch pickle files can run code when opened and are refused; use a .safetensors copy "
+    "(transformers: model.save_pretrained writes one)"
+)
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    # Imported here: huggingface_hub takes a while to import and most runs never need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        folder = snapshot_download(repository, revision=revision, allow_patterns=list(_HUB_FILES))
+    except GatedRepoError:
+        raise CheckpointError(
+            f"{repository} is gated: accept its terms on the hub and log in with `hf auth login`"
+        ) from None
+    except RevisionNotFoundError:
+        raise CheckpointError(f"{repository} has no revision {revision!r}") from None
+    except RepositoryNotFoundError:
+        raise CheckpointError(
+            f"no folder {repository!r} here and no such model on the hub (or it is private: "
+            "log in with `hf auth login`)"
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ConnectionError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"no folder {repository!r} here, and the hub cannot be reached ({reason[:200]}); "
+            "check the network, or give the folder of a downloaded copy"
+        ) from None
+    return Path(folder)

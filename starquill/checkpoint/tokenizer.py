@@ -1,0 +1,168 @@
+"""Text to ids and back: control tokens only where they are asked for, bytes never torn.
+
+Wraps the `tokenizers` library. Two encoders are kept: one that reads special-token strings as
+control tokens, and one to which all text is data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from starquill.checkpoint.files import read_json_if_there
+from starquill.errors import CheckpointError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class FimTokens:
+    """Ids of the fill-in-the-middle and repository tokens; the last two are optional."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    file_sep: int | None
+    repo_name: int | None
+    pad: int | None
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """Any of them ends a middle: models often write `<file_sep>` instead of an end token."""
+        ids = (self.prefix, self.suffix, self.middle, self.file_sep, self.repo_name, self.pad)
+        return frozenset(i for i in ids if i is not None)
+
+
+# StarCoder's spelling, and SantaCoder's with hyphens. Every name must be a single token.
+_FIM_SPELLINGS = (
+    {
+        "prefix": "<fim_prefix>",
+        "suffix": "<fim_suffix>",
+        "middle": "<fim_middle>",
+        "file_sep": "<file_sep>",
+        "repo_name": "<repo_name>",
+        "pad": "<fim_pad>",
+    },
+    {
+        "prefix": "<fim-prefix>",
+        "suffix": "<fim-suffix>",
+        "middle": "<fim-middle>",
+        "file_sep": "<file-sep>",
+        "repo_name": "<repo-name>",
+        "pad": "<fim-pad>",
+    },
+)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes, by character."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    table = {chr(b): b for b in printable}
+    return table | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer from `tokenizer.json`."""
+
+    def __init__(self, definition: dict[str, Any], config: dict[str, Any] | None = None) -> None:
+        self.config = config or {}
+        added = definition.get("added_tokens") or []
+        self.added: dict[int, str] = {token["id"]: token["content"] for token in added}
+        self._control = tokenizers.Tokenizer.from_str(json.dumps(definition))
+        self.special_ids: frozenset[int] = frozenset(
+            token["id"] for token in added if token.get("special") or self._is_fim(token["content"])
+        )
+        plain = [token for token in added if token["id"] not in self.special_ids]
+        self._data = tokenizers.Tokenizer.from_str(
+            json.dumps({**definition, "added_tokens": plain})
+        )
+        for encoder in (self._control, self._data):
+            encoder.no_truncation()
+            encoder.no_padding()
+        if "ByteLevel" not in json.dumps(definition.get("decoder")):
+            raise UnsupportedError("tokenizer.json: only byte-level decoders are implemented")
+
+    @staticmethod
+    def _is_fim(text: str) -> bool:
+        return any(text in names.values() for names in _FIM_SPELLINGS)
+
+    @property
+    def id_bound(self) -> int:
+        """One more than the highest id."""
+        return max(self._control.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, parse_special: bool = False) -> list[int]:
+        """Ids of `text`, with no token added. Special-token strings are data unless asked."""
+        encoder = self._control if parse_special else self._data
+        return list(encoder.encode(text, add_special_tokens=False).ids)
+
+    def id_of(self, token: str) -> int | None:
+        return self._control.token_to_id(token)
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes that each id stands for; empty for control tokens and unused ids."""
+        alphabet = _byte_alphabet()
+        table = [b""] * self.id_bound
+        for text, index in self._control.get_vocab(with_added_tokens=True).items():
+            if index in self.special_ids:
+                continue
+            if index in self.added:
+                table[index] = text.encode()
+            else:
+                table[index] = bytes(alphabet[c] for c in text if c in alphabet)
+        return table
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        table = self.token_bytes
+        parts = []
+        for i in ids:
+            special = "" if skip_special or i not in self.special_ids else self.added[i]
+            parts.append(special.encode() or (table[i] if i < len(table) else b""))
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    @cached_property
+    def fim(self) -> FimTokens | None:
+        """The model's fill-in-the-middle tokens, looked up by name; None if it has none."""
+        for names in _FIM_SPELLINGS:
+            ids = {part: self.id_of(name) for part, name in names.items()}
+            if all(ids[part] is not None for part in ("prefix", "suffix", "middle")):
+                return FimTokens(**ids)  # type: ignore[arg-type]
+        return None
+
+    def named_token(self, key: str) -> str | None:
+        """A token that the tokenizer's config names: `eos_token`, `bos_token`..."""
+        value = self.config.get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        return value if isinstance(value, str) else None
+
+    @property
+    def eos_id(self) -> int | None:
+        name = self.named_token("eos_token")
+        return None if name is None else self.id_of(name)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model's folder; None where there is none."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    definition = read_json_if_there(path)
+    config = read_json_if_there(folder / "tokenizer_config.json")
+    special = read_json_if_there(folder / "special_tokens_map.json")
+    template = folder / "chat_template.jinja"
+    if template.exists():
+        config = {**config, "chat_template": template.read_text(encoding="utf-8")}
+    try:
+        return Tokenizer(definition, {**special, **config})
+    except UnsupportedError:
+        raise
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{path} is not a tokenizer definition: {error}") from None

@@ -1,0 +1,1 @@
+"""From a request to its tokens: prompts, running, sampling, stopping."""

@@ -1,0 +1,92 @@
+"""Chat templates: messages to ids, where only the template may write control tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from starquill.checkpoint.tokenizer import Tokenizer
+from starquill.errors import BadRequestError, CheckpointError
+
+Message = Mapping[str, str]
+
+# Put inside special-token strings that a message contains, so that they pass through the
+# template as data. A private-use character that no code contains; removed before encoding.
+_SHIELD = "\ue0f5\ue0f6"
+# Headings that StarCoder2-Instruct writes when it goes on past its own answer.
+_HEADINGS = ("### Instruction", "### Response")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class ChatTemplate:
+    """A model's own template, rendered in jinja2's sandbox."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
+        self.source = source
+        self._tokenizer = tokenizer
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _raise_exception
+        environment.filters["tojson"] = lambda v, **kw: json.dumps(v, ensure_ascii=False, **kw)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the model's chat template is broken: {error}") from None
+        names = [tokenizer.added[i] for i in tokenizer.special_ids]
+        by_length = sorted(names, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end an answer in this template's form, beside the end token."""
+        return _HEADINGS if all(h in self.source for h in _HEADINGS) else ()
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of the conversation, ending where the model's answer begins.
+
+        Special-token strings inside messages are data. Raises BadRequestError with the
+        template's own words for a conversation that it refuses.
+        """
+        shielded = [{k: self._shield(v) for k, v in m.items()} for m in messages]
+        variables: dict[str, Any] = {
+            name: self._tokenizer.named_token(name) or "" for name in ("bos_token", "eos_token")
+        }
+        try:
+            text = self._template.render(messages=shielded, add_generation_prompt=True, **variables)
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise BadRequestError(f"the chat template refuses this conversation: {error}") from None
+        return self._encode_rendered(text)
+
+    def _shield(self, text: str) -> str:
+        if not isinstance(text, str):
+            raise BadRequestError(f"message content is {type(text).__name__} (expected a string)")
+        return self._special.sub(lambda m: m[0][:1] + _SHIELD + m[0][1:], text)
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        ids: list[int] = []
+        end = 0
+        for match in self._special.finditer(text):
+            ids += self._tokenizer.encode(text[end : match.start()].replace(_SHIELD, ""))
+            special = self._tokenizer.id_of(match[0])
+            assert special is not None
+            ids.append(special)
+            end = match.end()
+        return ids + self._tokenizer.encode(text[end:].replace(_SHIELD, ""))
+
+
+def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template in the tokenizer's config: a string, or the one named default of several."""
+    source = tokenizer.config.get("chat_template")
+    if isinstance(source, list):
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default") or next(iter(named.values()), None)
+    return ChatTemplate(source, tokenizer) if isinstance(source, str) else None

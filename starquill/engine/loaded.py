@@ -1,0 +1,54 @@
+"""`LoadedModel`: a model ready to run, with all that a request needs to know about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from starquill.checkpoint.tokenizer import FimTokens, Tokenizer
+from starquill.engine.chat import ChatTemplate
+from starquill.errors import UnsupportedError
+from starquill.models.spec import ArchSpec, ModelConfig
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """What `starquill.load` returns.
+
+    `model` is the architecture's module with every weight in place, computing in `dtype`.
+    `end_ids` are the tokens that end any text. `tokenizer` is None for a checkpoint without
+    one; such a model runs on token ids alone.
+    """
+
+    name: str
+    folder: Path
+    spec: ArchSpec
+    config: ModelConfig
+    model: Any
+    dtype: torch.dtype
+    end_ids: frozenset[int]
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    warnings: tuple[str, ...] = ()
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer, or UnsupportedError for a checkpoint that came without one."""
+        if self.tokenizer is None:
+            raise UnsupportedError(
+                f"{self.folder} has no tokenizer.json, so it takes token ids only; put the "
+                "model's tokenizer.json beside its weights"
+            )
+        return self.tokenizer
+
+    def require_fim(self) -> FimTokens:
+        """The fill-in-the-middle tokens, or UnsupportedError for a model without them."""
+        fim = self.require_tokenizer().fim
+        if fim is None:
+            raise UnsupportedError(
+                f"{self.name} has no fill-in-the-middle tokens (<fim_prefix>, <fim_suffix>, "
+                "<fim_middle>); it can only complete at the end"
+            )
+        return fim

@@ -1,0 +1,132 @@
+"""Typed reading of `config.json`: every problem of a file is told at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from starquill.errors import CheckpointError, UnsupportedError, listing
+from starquill.nn.rope import RopeConfig, yarn_attention_factor
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
+_REQUIRED: Any = object()
+
+Value = TypeVar("Value")
+
+
+class ConfigReader:
+    """Reads keys of a JSON object by type, collecting problems until `finish`.
+
+    A key that is missing or null takes the default; without one it is a problem. A problem
+    yields a harmless placeholder, so that reading goes on and finds the others.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], name: str = "config.json") -> None:
+        self.raw = raw
+        self.name = name
+        self.problems: list[str] = []
+        self.unsupported: list[str] = []
+
+    def _take(self, key: str, default: Any, expected: str, placeholder: Value) -> Any:
+        value = self.raw.get(key)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            self.problems.append(f"{key} is missing (expected {expected})")
+            return placeholder
+        return default
+
+    def positive_int(self, key: str, default: Any = _REQUIRED) -> int:
+        expected = "a positive whole number"
+        value = self._take(key, default, expected, 1)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.problems.append(f"{key} is {value!r} (expected {expected})")
+            return 1
+        return value
+
+    def positive_float(self, key: str, default: Any = _REQUIRED) -> float:
+        expected = "a positive number"
+        value = self._take(key, default, expected, 1.0)
+        if value is default:
+            return value
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value <= 0:
+            self.problems.append(f"{key} is {value!r} (expected {expected})")
+            return 1.0
+        return float(value)
+
+    def boolean(self, key: str, default: Any = _REQUIRED) -> bool:
+        value = self._take(key, default, "true or false", False)
+        if value is not default and not isinstance(value, bool):
+            self.problems.append(f"{key} is {value!r} (expected true or false)")
+            return False
+        return value
+
+    def optional_boolean(self, key: str) -> bool | None:
+        return None if self.raw.get(key) is None else self.boolean(key)
+
+    def choice(self, key: str, known: tuple[str, ...], default: Any = _REQUIRED) -> str:
+        """A string of which only `known` values are implemented."""
+        value = self._take(key, default, f"one of {', '.join(known)}", known[0])
+        if value not in known:
+            self.unsupported.append(f"{key} {value!r} (implemented: {', '.join(known)})")
+            return known[0]
+        return value
+
+    def require(self, holds: bool, problem: str) -> None:
+        if not holds:
+            self.problems.append(problem)
+
+    def finish(self) -> None:
+        """Raise what was found: faults first, then what starquill does not implement."""
+        if self.problems:
+            raise CheckpointError(f"{self.name}: {listing(self.problems)}")
+        if self.unsupported:
+            raise UnsupportedError(f"{self.name} asks for {listing(self.unsupported)}")
+
+
+def read_rope(reader: ConfigReader, head_dim: int, context: int) -> RopeConfig:
+    """Read both forms: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters`."""
+    nested = reader.raw.get("rope_parameters") or reader.raw.get("rope_scaling") or {}
+    if not isinstance(nested, dict):
+        reader.problems.append(f"rope_parameters is {nested!r} (expected an object)")
+        nested = {}
+    values = {"rope_theta": reader.raw.get("rope_theta"), **nested}
+    if values.get("rope_type") is None:
+        values["rope_type"] = values.get("type")  # the key's name before transformers 4.45
+    rope = ConfigReader(values, f"{reader.name} rope parameters")
+    kind = rope.choice("rope_type", ROPE_TYPES, default="default")
+    theta = rope.positive_float("rope_theta")
+    if rope.positive_float("partial_rotary_factor", 1.0) != 1.0:
+        rope.unsupported.append("partial_rotary_factor other than 1")
+    scaling = _read_scaling(rope, kind, context, reader) if kind != "default" else {}
+    reader.problems.extend(rope.problems)
+    reader.unsupported.extend(rope.unsupported)
+    return RopeConfig(theta=theta, head_dim=head_dim, type=kind, **scaling)  # type: ignore[arg-type]
+
+
+def _read_scaling(
+    rope: ConfigReader, kind: str, context: int, model: ConfigReader
+) -> dict[str, Any]:
+    """The keys that one scaling type uses. `context` is `max_position_embeddings`."""
+    if kind == "linear":
+        return {"factor": rope.positive_float("factor")}
+    if kind == "dynamic":
+        return {"factor": rope.positive_float("factor"), "original_context": context}
+    original = model.positive_int("original_max_position_embeddings", None)
+    original = original or rope.positive_int("original_max_position_embeddings", context)
+    factor = rope.positive_float("factor", context / original)
+    mscale = float(rope.raw.get("mscale") or 0)
+    mscale_all_dim = float(rope.raw.get("mscale_all_dim") or 0)
+    attention = yarn_attention_factor(factor, mscale, mscale_all_dim)
+    return {
+        "factor": factor,
+        "original_context": original,
+        "attention_factor": rope.positive_float("attention_factor", attention),
+        "beta_fast": rope.positive_float("beta_fast", 32.0),
+        "beta_slow": rope.positive_float("beta_slow", 1.0),
+        "truncate": rope.boolean("truncate", True),
+    }

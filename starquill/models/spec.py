@@ -1,0 +1,71 @@
+"""What a model file offers to the rest: `ArchSpec`, and the `StepBatch` it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from starquill.nn.cache import CacheShape, KvCache
+
+
+class ModelConfig(Protocol):
+    """The part of every architecture's config that the engine needs."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_hidden_layers(self) -> int: ...
+
+    @property
+    def sliding_window(self) -> int | None: ...
+
+    @property
+    def tie_word_embeddings(self) -> bool | None:
+        """None when the config does not say."""
+        ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    def cache_shape(self, slots: int) -> CacheShape: ...
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """B rows of T new tokens.
+
+    `ids`, `positions` `[B, T]`; `slots` `[B]` names each row's place in `cache`; `spans` `[B]`
+    is the length that each row's sequence may reach (only dynamic rope reads it).
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    spans: Tensor
+    cache: KvCache
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """One architecture: how to read its config, build it and find its tensors.
+
+    `rename` maps a checkpoint's tensor name to ours, or to None for one to ignore.
+    """
+
+    model_type: str
+    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    Model: Callable[[Any], Any]
+    layer_prefix: str
+    embedding: str = "model.embed_tokens"
+    head: str = "lm_head"
+
+    def rename(self, name: str) -> str | None:
+        # Buffers that old versions of transformers saved; they hold no weights.
+        return None if name.endswith("rotary_emb.inv_freq") else name

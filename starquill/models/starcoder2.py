@@ -1,0 +1,196 @@
+"""StarCoder2 (arXiv 2402.19173): pre-norm, grouped-query attention, rotary, plain MLP.
+
+Attribute names and order are those of transformers' `modeling_starcoder2`, which this file is
+checked against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from starquill.models.config import ConfigReader, read_rope
+from starquill.models.spec import ArchSpec, StepBatch
+from starquill.nn.activation import ACTIVATIONS
+from starquill.nn.attention import attend
+from starquill.nn.cache import CacheShape, CacheStep, KvCache
+from starquill.nn.linear import Embedding, Linear
+from starquill.nn.norm import LayerNorm
+from starquill.nn.rope import RopeConfig, rope_table, rotate
+
+
+@dataclass(frozen=True)
+class Starcoder2Config:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    norm_epsilon: float
+    use_bias: bool
+    max_position_embeddings: int
+    sliding_window: int | None
+    tie_word_embeddings: bool | None
+    rope: RopeConfig
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> Starcoder2Config:
+        """Read `config.json`; what it does not say is what the published models have."""
+        reader = ConfigReader(raw)
+        hidden, heads = (
+            reader.positive_int("hidden_size"),
+            reader.positive_int("num_attention_heads"),
+        )
+        kv_heads = reader.positive_int("num_key_value_heads")
+        head_dim = reader.positive_int("head_dim", None)
+        if head_dim is None:
+            reader.require(
+                hidden % heads == 0,
+                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
+            )
+            head_dim = hidden // heads
+        reader.require(
+            heads % kv_heads == 0,
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
+        )
+        reader.require(head_dim % 2 == 0, f"head_dim {head_dim} is odd; rotary pairs dimensions")
+        reader.choice("norm_type", ("layer_norm",), "layer_norm")
+        reader.choice("mlp_type", ("default",), "default")
+        context = reader.positive_int("max_position_embeddings")
+        config = cls(
+            vocab_size=reader.positive_int("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=reader.positive_int("intermediate_size"),
+            num_hidden_layers=reader.positive_int("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            hidden_act=reader.choice("hidden_act", tuple(ACTIVATIONS)),
+            norm_epsilon=reader.positive_float("norm_epsilon", 1e-5),
+            use_bias=reader.boolean("use_bias", True),
+            max_position_embeddings=context,
+            sliding_window=reader.positive_int("sliding_window", None),
+            tie_word_embeddings=reader.optional_boolean("tie_word_embeddings"),
+            rope=read_rope(reader, head_dim, context),
+        )
+        reader.finish()
+        return config
+
+    @property
+    def context_length(self) -> int:
+        """Dynamic rope goes past the trained length by its factor; other types include it."""
+        if self.rope.type == "dynamic":
+            return int(self.max_position_embeddings * self.rope.factor)
+        return self.max_position_embeddings
+
+    def cache_shape(self, slots: int) -> CacheShape:
+        return CacheShape(
+            layers=self.num_hidden_layers,
+            slots=slots,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            context=self.context_length,
+            window=self.sliding_window,
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What every layer of one forward pass shares."""
+
+    cos: Tensor  # [B, 1, T, Dh]
+    sin: Tensor
+    cache: KvCache
+    cache_step: CacheStep
+
+
+class Starcoder2Attention(nn.Module):
+    def __init__(self, config: Starcoder2Config, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, q_size, config.use_bias)
+        self.k_proj = Linear(config.hidden_size, kv_size, config.use_bias)
+        self.v_proj = Linear(config.hidden_size, kv_size, config.use_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, config.use_bias)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, Dh]
+
+    def forward(self, x: Tensor, step: _Step) -> Tensor:
+        q = rotate(self._heads(self.q_proj(x)), step.cos, step.sin)
+        k = rotate(self._heads(self.k_proj(x)), step.cos, step.sin)
+        v = self._heads(self.v_proj(x))
+        k, v = step.cache.update(self.layer, k, v, step.cache_step)  # [B, Hk, S, Dh]
+        return self.o_proj(attend(q, k, v, step.cache_step))
+
+
+class Starcoder2MLP(nn.Module):
+    def __init__(self, config: Starcoder2Config) -> None:
+        super().__init__()
+        self.c_fc = Linear(config.hidden_size, config.intermediate_size, config.use_bias)
+        self.c_proj = Linear(config.intermediate_size, config.hidden_size, config.use_bias)
+        self.act = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(self.act(self.c_fc(x)))
+
+
+class Starcoder2DecoderLayer(nn.Module):
+    def __init__(self, config: Starcoder2Config, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Starcoder2Attention(config, layer)
+        self.mlp = Starcoder2MLP(config)
+        self.input_layernorm = LayerNorm(config.hidden_size, config.norm_epsilon)
+        self.post_attention_layernorm = LayerNorm(config.hidden_size, config.norm_epsilon)
+
+    def forward(self, x: Tensor, step: _Step) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), step)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Starcoder2Model(nn.Module):
+    def __init__(self, config: Starcoder2Config) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Starcoder2DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = LayerNorm(config.hidden_size, config.norm_epsilon)
+
+
+class Starcoder2ForCausalLM(nn.Module):
+    def __init__(self, config: Starcoder2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Starcoder2Model(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def hidden(self, batch: StepBatch) -> Tensor:
+        """Final hidden states `[B, T, D]`; writes the cache, does not advance its lengths."""
+        x = self.model.embed_tokens(batch.ids)  # [B, T, D]
+        cos, sin = rope_table(self.config.rope, batch.positions, batch.spans)
+        step = _Step(cos, sin, batch.cache, batch.cache.plan(batch.slots, batch.positions))
+        for layer in self.model.layers:
+            x = layer(x, step)
+        return self.model.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., D] -> [..., V]` float32."""
+        return self.lm_head(hidden).float()
+
+
+SPEC = ArchSpec(
+    model_type="starcoder2",
+    read_config=Starcoder2Config.read,
+    Model=Starcoder2ForCausalLM,
+    layer_prefix="model.layers.",
+)

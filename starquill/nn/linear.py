@@ -1,0 +1,42 @@
+"""`Linear` and `Embedding`: the two modules that hold a `Weight`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from starquill.quant.weight import DenseWeight, Weight
+
+
+def _unloaded(rows: int, columns: int) -> Weight:
+    """A placeholder that has a shape and no memory, until a checkpoint fills it."""
+    return DenseWeight(torch.empty(rows, columns, device="meta"))
+
+
+class Linear(nn.Module):
+    """`y = x Wᵀ + b` with any `Weight`. `bias` is `[out]` or None."""
+
+    weight: Weight
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = _unloaded(out_features, in_features)
+        empty = torch.empty(out_features, device="meta")
+        self.bias = nn.Parameter(empty, requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.matmul(x, self.bias)
+
+
+class Embedding(nn.Module):
+    """Rows of a `Weight` `[V, D]` by token id."""
+
+    weight: Weight
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = _unloaded(vocab_size, hidden_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight.rows(ids)

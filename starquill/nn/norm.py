@@ -1,0 +1,22 @@
+"""Normalisation, always computed in float32."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm with weight and bias `[D]`, kept and computed in float32 whatever `x` is in."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        empty = torch.empty(hidden_size, device="meta")
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.bias = nn.Parameter(empty.clone(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.layer_norm(x.float(), (x.shape[-1],), self.weight, self.bias, self.eps)
+        return y.to(x.dtype)

@@ -1,0 +1,104 @@
+"""Rotary position embedding: frequencies per scaling type, and the half-split rotation.
+
+Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071); checked against transformers'
+`modeling_rope_utils`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+RopeType = Literal["default", "linear", "dynamic", "yarn"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Everything the frequencies depend on. `original_context` is the length trained on."""
+
+    theta: float
+    head_dim: int
+    type: RopeType = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    """The scale that YaRN puts on cos and sin when the config gives none."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if mscale and mscale_all_dim:
+        return scale(mscale) / scale(mscale_all_dim)
+    return scale(1.0)
+
+
+def _inverse_frequencies(theta: float, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (theta**exponents)  # [Dh/2]
+
+
+def _yarn_frequencies(rope: RopeConfig) -> Tensor:
+    """Interpolate the slow dimensions by `factor`, keep the fast ones, ramp between (YaRN §3.2)."""
+
+    def dimension_of(rotations: float) -> float:
+        turns = rope.original_context / (rotations * 2 * math.pi)
+        return rope.head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp needs a width
+    steps = torch.arange(rope.head_dim // 2, dtype=torch.float32)
+    interpolated = ((steps - low) / (high - low)).clamp(0, 1)
+    fast = _inverse_frequencies(rope.theta, rope.head_dim)
+    return fast / rope.factor * interpolated + fast * (1 - interpolated)
+
+
+def frequencies(rope: RopeConfig, span: int) -> Tensor:
+    """Inverse frequencies `[Dh/2]` for a sequence of `span` tokens in all.
+
+    Only `dynamic` depends on `span`: past the trained context its base grows with the length of
+    the whole sequence. One sequence keeps one span, so that cached keys stay valid.
+    """
+    if rope.type == "yarn":
+        return _yarn_frequencies(rope)
+    if rope.type == "linear":
+        return _inverse_frequencies(rope.theta, rope.head_dim) / rope.factor
+    if rope.type == "dynamic" and span > rope.original_context:
+        growth = rope.factor * span / rope.original_context - (rope.factor - 1)
+        theta = rope.theta * growth ** (rope.head_dim / (rope.head_dim - 2))
+        return _inverse_frequencies(theta, rope.head_dim)
+    return _inverse_frequencies(rope.theta, rope.head_dim)
+
+
+def rope_table(rope: RopeConfig, positions: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin for `positions` `[B, T]`, as `[B, 1, T, Dh]` float32.
+
+    `spans` `[B]` is the length that each row's sequence may reach (see `frequencies`).
+    """
+    if rope.type == "dynamic":
+        inverse = torch.stack([frequencies(rope, int(span)) for span in spans])  # [B, Dh/2]
+        angles = positions[..., None].float() * inverse[:, None]
+    else:
+        angles = positions[..., None].float() * frequencies(rope, 0)  # [B, T, Dh/2]
+    angles = torch.cat((angles, angles), dim=-1)[:, None]  # [B, 1, T, Dh]
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x` `[B, H, T, Dh]`: dimension i pairs with i + Dh/2 (GPT-NeoX order)."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x * cos + turned * sin).to(x.dtype)

@@ -1,0 +1,1 @@
+"""Tensor maths of weights: how a matrix is stored and multiplied. No module trees."""
