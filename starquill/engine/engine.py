@@ -1,0 +1,135 @@
+"""`Engine`: requests in, deltas out."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+
+from starquill.engine.chat import Message
+from starquill.engine.fim import Hole, fill_request
+from starquill.engine.loaded import LoadedModel
+from starquill.engine.prompts import chat_request, new_request_id, plain_request
+from starquill.engine.runner import PREFILL_CHUNK, Runner
+from starquill.engine.sequence import Sequence
+from starquill.types import Delta, GenerateRequest, GenerationStats, SamplingParams
+
+GREEDY = SamplingParams()
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size that this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+class Generation(Iterator[Delta]):
+    """A running request: iterate for its deltas; `cancel` ends it early.
+
+    Each has a cache of its own, so several can run over one model.
+    """
+
+    def __init__(self, loaded: LoadedModel, request: GenerateRequest, prefill_chunk: int) -> None:
+        self._sequence = Sequence(loaded, request)
+        self._loaded = loaded
+        self._prefill_chunk = prefill_chunk
+        self._runner: Runner | None = None
+        self._started = time.perf_counter()
+        self._first = self._last = self._started
+
+    def __next__(self) -> Delta:
+        sequence, request = self._sequence, self._sequence.request
+        if sequence.finish_reason is not None:
+            self._runner = None
+            raise StopIteration
+        if request.params.max_tokens == 0:
+            return sequence.finish("length")
+        if self._runner is None:
+            self._started = time.perf_counter()
+            self._runner = Runner(self._loaded, prefill_chunk=self._prefill_chunk)
+            logits = self._runner.prefill(0, request.prompt_ids, sequence.span)
+            delta = sequence.accept(logits)
+            self._first = self._last = time.perf_counter()
+            return delta
+        logits = self._runner.decode([0], sequence.output_ids[-1:], [sequence.span])[0]
+        delta = sequence.accept(logits)
+        self._last = time.perf_counter()
+        return delta
+
+    def cancel(self) -> Delta | None:
+        """End now; the last delta, with withheld text, or None when it had ended already."""
+        if self._sequence.finish_reason is not None:
+            return None
+        return self._sequence.finish("cancelled")
+
+    @property
+    def request(self) -> GenerateRequest:
+        return self._sequence.request
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counts and times up to now."""
+        return GenerationStats(
+            prompt_tokens=len(self.request.prompt_ids),
+            generated_tokens=len(self._sequence.output_ids),
+            time_to_first_token=self._first - self._started,
+            generation_seconds=self._last - self._first,
+            peak_memory_bytes=peak_memory_bytes(),
+            seed=self._sequence.sampler.seed,
+        )
+
+
+class Engine:
+    """Runs requests on a loaded model.
+
+    >>> engine = Engine(starquill.load("default"))
+    >>> engine.complete("def add(a, b):", SamplingParams(max_tokens=16))
+    """
+
+    def __init__(self, model: LoadedModel, *, prefill_chunk: int = PREFILL_CHUNK) -> None:
+        """`prefill_chunk` is how many prompt tokens are computed in one pass."""
+        self.model = model
+        self._prefill_chunk = prefill_chunk
+
+    def generate(
+        self,
+        request: GenerateRequest | str | SequenceOf[int],
+        params: SamplingParams = GREEDY,
+    ) -> Generation:
+        """Start a request; iterate over the result for its `Delta`s.
+
+        A string is completed at its end, with token healing; a sequence of token ids is run as
+        it is. `params` belongs to those two; a `GenerateRequest` has its own. Raises
+        BadRequestError or CapacityError before anything is computed.
+        """
+        if isinstance(request, str):
+            request = plain_request(self.model, request, params)
+        elif not isinstance(request, GenerateRequest):
+            request = GenerateRequest(new_request_id(), tuple(request), params)
+        return Generation(self.model, request, self._prefill_chunk)
+
+    def complete(
+        self,
+        prompt: str,
+        params: SamplingParams = GREEDY,
+        *,
+        heal: bool = True,
+        parse_special: bool = True,
+    ) -> str:
+        """The text that follows `prompt`, beginning exactly where it ends."""
+        request = plain_request(self.model, prompt, params, heal=heal, parse_special=parse_special)
+        return self._text(request)
+
+    def fill(self, hole: Hole, params: SamplingParams = GREEDY) -> str:
+        """The text that belongs into `hole`; what does not fit the context is left out."""
+        request, _ = fill_request(self.model, hole, params)
+        return self._text(request)
+
+    def chat(self, messages: SequenceOf[Message], params: SamplingParams = GREEDY) -> str:
+        """The model's answer to `messages`, for models with a chat template."""
+        return self._text(chat_request(self.model, messages, params))
+
+    def _text(self, request: GenerateRequest) -> str:
+        return "".join(delta.text for delta in self.generate(request))

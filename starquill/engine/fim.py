@@ -1,0 +1,135 @@
+"""Fill-in-the-middle: from the code around a hole to a request (arXiv 2207.14255).
+
+`<fim_prefix>PREFIX<fim_suffix>SUFFIX<fim_middle>`, and with other files of the repository in
+front, by the format StarCoder2 was trained on (arXiv 2402.19173 §5.1):
+`<repo_name>NAME<file_sep>PATH\\nCODE<file_sep><fim_prefix>PATH\\nPREFIX<fim_suffix>...`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starquill.checkpoint.tokenizer import FimTokens, Tokenizer
+from starquill.engine.loaded import LoadedModel
+from starquill.engine.prompts import new_request_id
+from starquill.errors import CapacityError, UnsupportedError
+from starquill.types import GenerateRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class ContextFile:
+    """Another file of the repository, shown to the model in front of the one being filled."""
+
+    path: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A place to fill: the code before and after it, and what else the model may see.
+
+    `path` and `repo_name` are written only when there are `context` files.
+    """
+
+    prefix: str
+    suffix: str
+    context: tuple[ContextFile, ...] = ()
+    path: str = "main.py"
+    repo_name: str = "repository"
+
+
+@dataclass(frozen=True)
+class Trimmed:
+    """What was left out to fit the context: tokens at the far ends, and whole files."""
+
+    prefix_tokens: int = 0
+    suffix_tokens: int = 0
+    files: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.prefix_tokens or self.suffix_tokens or self.files)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.files:
+            parts.append(f"the context files {', '.join(self.files)}")
+        if self.prefix_tokens:
+            parts.append(f"the first {self.prefix_tokens} tokens of the prefix")
+        if self.suffix_tokens:
+            parts.append(f"the last {self.suffix_tokens} tokens of the suffix")
+        return " and ".join(parts)
+
+
+def fill_request(
+    loaded: LoadedModel, hole: Hole, params: SamplingParams
+) -> tuple[GenerateRequest, Trimmed]:
+    """Ids that ask for the middle of `hole`, and what had to be left out of them.
+
+    All of `hole` is data, whatever it contains. Prefix and suffix come before context files:
+    of those, the first named go first. Generation also stops at any fill or file token.
+    Raises UnsupportedError for a model without the tokens, CapacityError when `max_tokens`
+    leaves no room.
+    """
+    tokenizer, fim = loaded.require_tokenizer(), loaded.require_fim()
+    if hole.context and (fim.file_sep is None or fim.repo_name is None):
+        raise UnsupportedError(f"{loaded.name} has no repository tokens, so no context files")
+    context_length = loaded.config.context_length
+    room = context_length - params.max_tokens
+    around, trimmed_prefix, trimmed_suffix = _around_hole(tokenizer, fim, hole, room)
+    if around is None:
+        raise CapacityError(
+            f"max_tokens {params.max_tokens} leaves {max(room, 0)} tokens of the context of "
+            f"{context_length} for the code around the hole; ask for fewer tokens"
+        )
+    front: list[int] = []
+    dropped: tuple[str, ...] = ()
+    if hole.context:
+        front, dropped = _repository(tokenizer, fim, hole, room - len(around))
+    request = GenerateRequest(new_request_id(), (*front, *around), params, stop_ids=fim.stops)
+    return request, Trimmed(trimmed_prefix, trimmed_suffix, dropped)
+
+
+def _around_hole(
+    tokenizer: Tokenizer, fim: FimTokens, hole: Hole, room: int
+) -> tuple[list[int] | None, int, int]:
+    """The hole's own ids within `room`, and how many prefix and suffix tokens were cut."""
+    path_line = f"{hole.path}\n" if hole.context else ""
+    before = tokenizer.encode(path_line + hole.prefix)
+    after = tokenizer.encode(hole.suffix)
+    cut_before = cut_after = 0
+    if len(before) + len(after) + 3 > room:
+        path_ids, before = tokenizer.encode(path_line), tokenizer.encode(hole.prefix)
+        shared = room - 3 - len(path_ids)
+        if shared < 1:
+            return None, 0, 0
+        # A quarter is the suffix's own; whoever needs less leaves the rest to the other.
+        kept_after = min(len(after), max(shared // 4, shared - len(before)))
+        kept_before = min(len(before), shared - kept_after)
+        cut_before, cut_after = len(before) - kept_before, len(after) - kept_after
+        before = path_ids + before[cut_before:]
+        after = after[:kept_after]
+    return [fim.prefix, *before, fim.suffix, *after, fim.middle], cut_before, cut_after
+
+
+def _repository(
+    tokenizer: Tokenizer, fim: FimTokens, hole: Hole, room: int
+) -> tuple[list[int], tuple[str, ...]]:
+    """The repository's name and as many context files as fit, the last named kept longest."""
+    assert fim.repo_name is not None
+    assert fim.file_sep is not None
+    name = [fim.repo_name, *tokenizer.encode(hole.repo_name)]
+    room -= len(name) + 1
+    kept: list[list[int]] = []
+    files = list(hole.context)
+    while files:
+        file = files[-1]
+        ids = [fim.file_sep, *tokenizer.encode(f"{file.path}\n{file.code}")]
+        if len(ids) > room:
+            break
+        room -= len(ids)
+        kept.insert(0, ids)
+        files.pop()
+    dropped = tuple(file.path for file in files)
+    if not kept:
+        return [], dropped
+    return [*name, *(i for ids in kept for i in ids), fim.file_sep], dropped

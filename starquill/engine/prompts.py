@@ -1,0 +1,58 @@
+"""From text to a request: plain completion and chat. Filling is in `fim`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from starquill.engine.chat import Message
+from starquill.engine.healing import split_for_healing
+from starquill.engine.loaded import LoadedModel
+from starquill.errors import BadRequestError, UnsupportedError
+from starquill.types import GenerateRequest, SamplingParams
+
+_numbers = itertools.count(1)
+
+
+def new_request_id() -> str:
+    return f"request-{next(_numbers)}"
+
+
+def plain_request(
+    loaded: LoadedModel,
+    prompt: str,
+    params: SamplingParams,
+    *,
+    heal: bool = True,
+    parse_special: bool = True,
+) -> GenerateRequest:
+    """Complete `prompt` at its end.
+
+    Special-token strings are control tokens unless `parse_special` is False. With `heal` the
+    prompt's last token is taken back (see `healing`). An empty prompt starts from the model's
+    text-start token.
+    """
+    tokenizer = loaded.require_tokenizer()
+    ids = tokenizer.encode(prompt, parse_special)
+    if not ids:
+        start = tokenizer.id_of(tokenizer.named_token("bos_token") or "")
+        if start is None:
+            raise BadRequestError("the prompt is empty, and the model has no token to start from")
+        ids = [start]
+    ids, healed = split_for_healing(tokenizer, ids) if heal else (ids, b"")
+    return GenerateRequest(new_request_id(), tuple(ids), params, heal=healed)
+
+
+def chat_request(
+    loaded: LoadedModel, messages: Sequence[Message], params: SamplingParams
+) -> GenerateRequest:
+    """Answer the last of `messages` ({"role", "content"}) by the model's own chat template."""
+    template = loaded.chat_template
+    if template is None:
+        raise UnsupportedError(
+            f"{loaded.name} has no chat template (a base model); complete plain text instead"
+        )
+    ids = template.encode(messages)
+    params = replace(params, stop=(*params.stop, *template.stop))
+    return GenerateRequest(new_request_id(), tuple(ids), params)

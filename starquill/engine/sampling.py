@@ -1,0 +1,146 @@
+"""Choosing the next token from logits."""
+
+from __future__ import annotations
+
+import math
+import secrets
+
+import torch
+from torch import Tensor
+
+from starquill.errors import BadRequestError, listing
+from starquill.types import Logprobs, SamplingParams, TokenLogprob
+
+MOST_LOGPROBS = 20
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raise BadRequestError naming every value that cannot be used."""
+    problems = []
+
+    def require(holds: bool, name: str, expected: str) -> None:
+        if not holds:
+            problems.append(f"{name} is {getattr(params, name)!r} (expected {expected})")
+
+    def within(name: str, low: float, high: float, expected: str) -> None:
+        value = getattr(params, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        require(number and math.isfinite(value) and low <= value <= high, name, expected)
+
+    def whole(value: object, low: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+    require(whole(params.max_tokens, 0), "max_tokens", "0 or more")
+    within("temperature", 0, 100, "0 to 100")
+    within("top_p", 0, 1, "0 to 1")
+    within("min_p", 0, 1, "0 to 1")
+    require(whole(params.top_k, 0), "top_k", "0 or more")
+    within("repetition_penalty", 0.01, 100, "0.01 to 100; 1 is none")
+    within("presence_penalty", -2, 2, "-2 to 2")
+    within("frequency_penalty", -2, 2, "-2 to 2")
+    require(params.seed is None or whole(params.seed, -(2**63)), "seed", "a whole number")
+    most = f"0 to {MOST_LOGPROBS}"
+    logprobs = params.logprobs
+    require(
+        logprobs is None or (whole(logprobs, 0) and logprobs <= MOST_LOGPROBS), "logprobs", most
+    )
+    strings = isinstance(params.stop, tuple) and all(isinstance(s, str) for s in params.stop)
+    require(strings, "stop", "a tuple of strings")
+    outside = [str(i) for i in params.logit_bias if not (whole(i, 0) and i < vocab_size)]
+    if outside:
+        problems.append(
+            f"logit_bias names tokens {listing(outside)} (expected ids 0 to {vocab_size - 1})"
+        )
+    if not all(math.isfinite(bias) for bias in params.logit_bias.values()):
+        problems.append("logit_bias has a value that is not a finite number")
+    if problems:
+        raise BadRequestError("; ".join(problems))
+
+
+class Sampler:
+    """One request's choices: its own random numbers and its own history of tokens.
+
+    Logits are changed in this order: bias, repetition penalty (prompt and output), presence and
+    frequency penalty (output), the allowed set, temperature, top-k, top-p, min-p.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_ids: tuple[int, ...]) -> None:
+        self.params = params
+        self.seed = params.seed
+        self._generator: torch.Generator | None = None
+        if params.temperature > 0:
+            if self.seed is None:
+                self.seed = secrets.randbits(32)
+            self._generator = torch.Generator().manual_seed(self.seed % 2**63)
+        self._seen = set(prompt_ids) if params.repetition_penalty != 1 else set()
+        self._counts: dict[int, int] = {}
+
+    def choose(self, logits: Tensor, allowed: list[int] | None = None) -> int:
+        """The next token from `logits` `[V]` float32 (left as it is), among `allowed` ids."""
+        params = self.params
+        scores = self._penalized(logits)
+        if allowed is not None:
+            within = torch.full_like(scores, float("-inf"))
+            index = torch.tensor(allowed)
+            within[index] = scores[index]
+            scores = within
+        if params.temperature == 0:
+            token = int(scores.argmax())
+        else:
+            probabilities = _filtered(scores / params.temperature, params)
+            token = int(torch.multinomial(probabilities, 1, generator=self._generator))
+        if params.repetition_penalty != 1:
+            self._seen.add(token)
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts[token] = self._counts.get(token, 0) + 1
+        return token
+
+    def _penalized(self, logits: Tensor) -> Tensor:
+        params = self.params
+        changes = params.logit_bias or self._seen or self._counts
+        scores = logits.clone() if changes else logits
+        for token, bias in params.logit_bias.items():
+            scores[token] += bias
+        if self._seen:
+            index = torch.tensor(sorted(self._seen))
+            seen = scores[index]
+            penalty = params.repetition_penalty
+            scores[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
+        if self._counts:
+            index = torch.tensor(list(self._counts))
+            counts = torch.tensor(list(self._counts.values()), dtype=scores.dtype)
+            scores[index] -= params.presence_penalty + params.frequency_penalty * counts
+        return scores
+
+
+def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities `[V]` after top-k, top-p and min-p; the likeliest token always stays."""
+    if 0 < params.top_k < scores.numel():
+        lowest = scores.topk(params.top_k).values[-1]
+        scores = scores.masked_fill(scores < lowest, float("-inf"))
+    probabilities = scores.softmax(-1)
+    if params.top_p < 1:
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        # A token stays while the mass before it is below top_p.
+        beyond = ordered.cumsum(-1) - ordered >= params.top_p
+        beyond[0] = False
+        probabilities = probabilities.masked_fill(_unsorted(beyond, order), 0.0)
+    if params.min_p > 0:
+        least = params.min_p * probabilities.max()
+        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
+    return probabilities
+
+
+def _unsorted(flags: Tensor, order: Tensor) -> Tensor:
+    return torch.zeros_like(flags).scatter(0, order, flags)
+
+
+def logprobs(logits: Tensor, token: int, top: int) -> Logprobs:
+    """Log probabilities under the model's own distribution: no penalty, no temperature."""
+    values = logits.log_softmax(-1)
+    best = values.topk(min(top, values.numel()))
+    alternatives = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return Logprobs(
+        chosen=float(values[token]),
+        top=tuple(TokenLogprob(index, value) for index, value in alternatives),
+    )

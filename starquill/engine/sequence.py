@@ -1,0 +1,103 @@
+"""`Sequence`: the state of one running request, from its logits to its deltas."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch import Tensor
+
+from starquill.checkpoint.tokenizer import Tokenizer
+from starquill.engine.healing import HealingVocabulary
+from starquill.engine.loaded import LoadedModel
+from starquill.engine.sampling import Sampler, check_params, logprobs
+from starquill.engine.stopping import TextStream
+from starquill.errors import BadRequestError, CapacityError, listing
+from starquill.types import Delta, FinishReason, GenerateRequest
+
+
+@lru_cache(maxsize=4)
+def _healing_vocabulary(tokenizer: Tokenizer) -> HealingVocabulary:
+    return HealingVocabulary(tokenizer)
+
+
+def check_request(loaded: LoadedModel, request: GenerateRequest) -> None:
+    """Refuse what cannot run: bad parameters, ids outside the vocabulary, too long a prompt."""
+    vocab_size, context = loaded.config.vocab_size, loaded.config.context_length
+    check_params(request.params, vocab_size)
+    if not request.prompt_ids:
+        raise BadRequestError("the prompt has no tokens")
+    outside = [str(i) for i in request.prompt_ids if not 0 <= i < vocab_size]
+    if outside:
+        raise BadRequestError(
+            f"the prompt has ids {listing(outside)} (the vocabulary is 0 to {vocab_size - 1})"
+        )
+    length = len(request.prompt_ids)
+    if length >= context and request.params.max_tokens > 0:
+        raise CapacityError(
+            f"the prompt has {length} tokens; the model's context is {context}, of which at "
+            "least one must be left to write"
+        )
+
+
+class Sequence:
+    """One request while it runs: what it has written, and whether it is done."""
+
+    def __init__(self, loaded: LoadedModel, request: GenerateRequest) -> None:
+        check_request(loaded, request)
+        self.request = request
+        self.output_ids: list[int] = []
+        self.counted = 0
+        self.finish_reason: FinishReason | None = None
+        self.sampler = Sampler(request.params, request.prompt_ids)
+        self.span = min(
+            loaded.config.context_length, len(request.prompt_ids) + request.params.max_tokens
+        )
+        self._tokenizer = loaded.tokenizer
+        self._end_ids = loaded.end_ids | request.stop_ids
+        self._unspelled = request.heal
+        self._text = TextStream(request.params.stop, skip=len(request.heal))
+        self._context = loaded.config.context_length
+
+    def accept(self, logits: Tensor) -> Delta:
+        """Choose the next token from `logits` `[V]` and say what it adds."""
+        token = self.sampler.choose(logits, self._allowed())
+        self.output_ids.append(token)
+        wanted = self.request.params.logprobs
+        scored = None if wanted is None else logprobs(logits, token, wanted)
+        if token in self._end_ids:
+            self.finish_reason = "stop"
+            return self._delta(token, self._text.finish(), scored)
+        spelled = self._bytes_of(token)
+        # Tokens that only write the healed end of the prompt again are not the user's tokens.
+        if not self._unspelled or len(spelled) > len(self._unspelled):
+            self.counted += 1
+        self._unspelled = self._unspelled[len(spelled) :]
+        text = self._text.push(spelled)
+        if self._text.stopped:
+            self.finish_reason = "stop"
+        elif self._is_full():
+            self.finish_reason = "length"
+            text += self._text.finish()
+        return self._delta(token, text, scored)
+
+    def finish(self, reason: FinishReason) -> Delta:
+        """End now, with whatever text was withheld."""
+        self.finish_reason = reason
+        return self._delta(None, self._text.finish(), None)
+
+    def _allowed(self) -> list[int] | None:
+        if not self._unspelled:
+            return None
+        assert self._tokenizer is not None
+        return _healing_vocabulary(self._tokenizer).allowed(self._unspelled)
+
+    def _bytes_of(self, token: int) -> bytes:
+        table = self._tokenizer.token_bytes if self._tokenizer else []
+        return table[token] if token < len(table) else b""
+
+    def _is_full(self) -> bool:
+        length = len(self.request.prompt_ids) + len(self.output_ids)
+        return self.counted >= self.request.params.max_tokens or length >= self._context
+
+    def _delta(self, token: int | None, text: str, scored: object) -> Delta:
+        return Delta(self.request.id, token, text, scored, self.finish_reason)  # type: ignore[arg-type]
