@@ -1,0 +1,1 @@
+"""The `starquill` command: one module per verb."""

@@ -1,0 +1,86 @@
+"""The `starquill` command: its verbs, and how every error becomes one line and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from starquill import StarquillError, __version__
+from starquill.cli.fill import fill
+from starquill.cli.generate import generate
+from starquill.cli.inspect import inspect
+
+USER_ERROR, OUR_ERROR = 2, 1
+
+app = typer.Typer(
+    name="starquill",
+    help="Complete code with StarCoder2 on your own machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(fill)
+app.command()(inspect)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"starquill {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show a traceback for faults in starquill itself.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns 0, 2 for the user's mistakes, 1 for ours, 130 for Ctrl-C."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(format="warning: %(message)s", level=logging.WARNING)
+    try:
+        code = app(args=arguments, standalone_mode=False)
+        sys.stdout.flush()
+        return int(code or 0)
+    except typer.TyperException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except typer.Abort:
+        return 130
+    except StarquillError as error:
+        return _fail(str(error), USER_ERROR)
+    except BrokenPipeError:
+        # The reader (head, less) has left; keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except MemoryError:
+        return _fail("out of memory; use a smaller model or dtype", USER_ERROR)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{place}{error.strerror or error}", USER_ERROR)
+    except Exception as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        kind = type(error).__name__
+        return _fail(f"a fault in starquill ({kind}: {error}); --debug shows where", OUR_ERROR)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,141 @@
+"""Options that several verbs share, each group a dataclass, and how they reach typer."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from starquill.errors import BadRequestError
+from starquill.types import SamplingParams
+
+
+def expand_options(function: Callable[..., int]) -> Callable[..., int]:
+    """Offer the fields of a verb's dataclass parameters as options of their own.
+
+    typer reads options from a signature; this lets verbs share groups of them without writing
+    each option again.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    groups: dict[str, Any] = {}
+    flat: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if not is_dataclass(parameter.annotation):
+            flat.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[parameter.name] = parameter.annotation
+        hints = get_type_hints(parameter.annotation, include_extras=True)
+        flat += [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(parameter.annotation)
+        ]
+
+    @functools.wraps(function)
+    def verb(**values: Any) -> int:
+        grouped = {
+            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        return function(**values, **grouped)
+
+    verb.__signature__ = inspect.Signature(flat, return_annotation=int)  # type: ignore[attr-defined]
+    verb.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return verb
+
+
+def _option(help: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, **settings)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and how to load it."""
+
+    model: Annotated[
+        str, _option("A folder, a .safetensors file, a hub id, or `default`.", "--model", "-m")
+    ] = "default"
+    revision: Annotated[str | None, _option("Branch, tag or commit of a hub model.")] = None
+    dtype: Annotated[str, _option("Compute in: auto (float32), float32, bfloat16 or float16.")] = (
+        "auto"
+    )
+    allow_padded_vocab: Annotated[
+        bool,
+        _option("Accept more vocabulary rows than the tokenizer has.", "--allow-padded-vocab"),
+    ] = False
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen; the defaults are greedy."""
+
+    max_tokens: Annotated[int, _option("Write at most this many tokens.", "--max-tokens", "-n")] = (
+        128
+    )
+    temp: Annotated[float, _option("Temperature; 0 takes the likeliest token.")] = 0.0
+    top_p: Annotated[float, _option("Keep the likeliest tokens up to this probability.")] = 1.0
+    top_k: Annotated[int, _option("Keep this many likeliest tokens; 0 keeps all.")] = 0
+    min_p: Annotated[float, _option("Drop tokens below this share of the likeliest.")] = 0.0
+    seed: Annotated[int | None, _option("Seed, for the same text every time.")] = None
+    stop: Annotated[
+        list[str] | None, _option("End before this text; may be repeated.", "--stop", metavar="STR")
+    ] = None
+    repetition_penalty: Annotated[float, _option("Make seen tokens less likely; 1 is off.")] = 1.0
+    presence_penalty: Annotated[float, _option("Subtracted once from tokens written.")] = 0.0
+    frequency_penalty: Annotated[float, _option("Subtracted per time a token was written.")] = 0.0
+    logit_bias: Annotated[
+        list[str] | None,
+        _option("Add BIAS to token ID; may be repeated.", "--logit-bias", metavar="ID=BIAS"),
+    ] = None
+    logprobs: Annotated[
+        int | None, _option("Report log probabilities, with this many alternatives.")
+    ] = None
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temp,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=tuple(self.stop or ()),
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=dict(_bias(text) for text in self.logit_bias or ()),
+            logprobs=self.logprobs,
+        )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise BadRequestError(
+            f"--logit-bias is {text!r} (expected ID=BIAS, as in 42=-100)"
+        ) from None
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """What is shown, and how."""
+
+    highlight: Annotated[
+        bool, _option("Highlight syntax on a terminal.", "--highlight/--no-highlight")
+    ] = True
+    colorize: Annotated[bool, _option("Colour each token by its probability.", "--colorize")] = (
+        False
+    )
+    language: Annotated[str | None, _option("Language to highlight; python if unknown.")] = None
+    stats: Annotated[bool, _option("Print speed and memory at the end.", "--stats")] = False
+    json: Annotated[bool, _option("Print one JSON object instead of text.", "--json")] = False

@@ -1,0 +1,134 @@
+"""Text on its way to the user: plain, highlighted as it streams, or coloured by confidence."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Protocol
+
+import pygments.lexers
+from pygments.lexer import Lexer
+from pygments.util import ClassNotFound
+from rich.console import Console
+from rich.style import Style
+from rich.syntax import ANSISyntaxTheme, Syntax, SyntaxTheme
+from rich.text import Text
+
+from starquill.cli.options import ShowOptions
+from starquill.errors import BadRequestError
+from starquill.types import Delta
+
+# Control characters would be obeyed by the terminal: show Unicode's pictures of them instead.
+_VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t\r"} | {127: 0x2421}
+_VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+class Printer(Protocol):
+    """Shows a request's deltas as they come."""
+
+    def write(self, delta: Delta) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class SilentPrinter:
+    """Shows nothing: the whole is printed at the end."""
+
+    def write(self, delta: Delta) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class PlainPrinter:
+    """The text and nothing else; on a terminal a newline at the end and no raw controls."""
+
+    def __init__(self, terminal: bool) -> None:
+        self._terminal = terminal
+
+    def write(self, delta: Delta) -> None:
+        text = delta.text.translate(_VISIBLE) if self._terminal else delta.text
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def finish(self) -> None:
+        if self._terminal:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+class HighlightPrinter:
+    """Highlights while streaming: the last lexical token waits until it can change no more."""
+
+    def __init__(self, console: Console, lexer: Lexer, before: str) -> None:
+        """`before` is the code that the text continues; the lexer needs it, it is not shown."""
+        self._console = console
+        self._lexer = lexer
+        self._code = before
+        self._shown = len(before)
+        self._theme: SyntaxTheme = Syntax.get_theme("ansi_dark")
+        assert isinstance(self._theme, ANSISyntaxTheme)
+
+    def write(self, delta: Delta) -> None:
+        self._code += delta.text
+        self._show(final=delta.finish_reason is not None)
+
+    def _show(self, final: bool) -> None:
+        pieces = list(self._lexer.get_tokens_unprocessed(self._code))
+        line = Text()
+        for index, kind, value in pieces if final else pieces[:-1]:
+            fresh = value[max(self._shown - index, 0) :]
+            if index + len(value) > self._shown and fresh:
+                line.append(fresh.translate(_VISIBLE), self._theme.get_style_for_token(kind))
+                self._shown = index + len(value)
+        self._console.print(line, end="", soft_wrap=True)
+
+    def finish(self) -> None:
+        self._show(final=True)
+        self._console.print()
+
+
+class ConfidencePrinter:
+    """Colours each token by its probability, from red (unlikely) over yellow to green."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def write(self, delta: Delta) -> None:
+        text = Text(delta.text.translate(_VISIBLE), confidence_style(delta))
+        self._console.print(text, end="", soft_wrap=True)
+
+    def finish(self) -> None:
+        self._console.print()
+
+
+def confidence_style(delta: Delta) -> Style:
+    """The colour of a delta's token; no colour when its probability is unknown."""
+    if delta.logprobs is None:
+        return Style()
+    probability = math.exp(min(delta.logprobs.chosen, 0.0))
+    red = round(255 * min(1.0, 2 - 2 * probability))
+    green = round(255 * min(1.0, 2 * probability))
+    return Style(color=f"#{red:02x}{green:02x}40")
+
+
+def choose_printer(show: ShowOptions, before: str) -> Printer:
+    """Plain into a pipe; on a terminal highlighted, unless colours by confidence are asked for."""
+    terminal = sys.stdout.isatty()
+    if show.colorize:
+        # Asked for by name, so colours go into a pipe too (`| less -R`).
+        return ConfidencePrinter(Console(force_terminal=True, highlight=False))
+    if terminal and show.highlight:
+        return HighlightPrinter(Console(highlight=False), _lexer(show.language), before)
+    return PlainPrinter(terminal)
+
+
+def _lexer(language: str | None) -> Lexer:
+    try:
+        # The lexer must see the text as it is, so that positions keep their meaning.
+        return pygments.lexers.get_lexer_by_name(language or "python", ensurenl=False)
+    except ClassNotFound:
+        raise BadRequestError(
+            f"--language is {language!r} (expected a name that Pygments knows, as python)"
+        ) from None
