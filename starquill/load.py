@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,7 +17,7 @@ from starquill.checkpoint.tokenizer import load_tokenizer
 from starquill.checkpoint.vocabulary import check_vocabulary, end_tokens
 from starquill.engine.chat import chat_template
 from starquill.engine.loaded import LoadedModel
-from starquill.errors import BadRequestError
+from starquill.errors import BadRequestError, UnsupportedError
 from starquill.models import architecture
 
 log = logging.getLogger("starquill")
@@ -40,6 +41,7 @@ def load(
     files = locate(model, revision)
     raw_config = read_json(files.folder / "config.json")
     spec = architecture(raw_config)
+    _refuse_quantized(raw_config)
     config = spec.read_config(raw_config)
     compute_dtype = _compute_dtype(dtype)
     tokenizer = load_tokenizer(files.folder)
@@ -63,6 +65,14 @@ def load(
         chat_template=chat_template(tokenizer) if tokenizer else None,
         warnings=warnings,
     )
+
+
+def _refuse_quantized(raw_config: Mapping[str, Any]) -> None:
+    if raw_config.get("quantization") or raw_config.get("quantization_config"):
+        raise UnsupportedError(
+            "config.json says that the weights are quantized, and this version reads only dense "
+            "ones; use the original checkpoint"
+        )
 
 
 def _display_name(model: str | Path, files: ModelFiles) -> str:

@@ -90,7 +90,7 @@ class GenerationStats:
     generated_tokens: int
     time_to_first_token: float
     generation_seconds: float
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
     seed: int | None
 
     @property

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from starquill.errors import CheckpointError, UnsupportedError
+from starquill.errors import BadRequestError, CheckpointError, UnsupportedError
 
 EMBEDDED_MODEL = "default"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -28,6 +28,11 @@ def embedded_model() -> Path:
 
 def locate(model: str | Path, revision: str | None = None) -> ModelFiles:
     """Find `model`: `default`, an existing folder or file, or a hub id (downloaded, cached)."""
+    hub_id = _as_hub_id(model)
+    if revision is not None and hub_id is None:
+        raise BadRequestError(f"--revision is for hub models, and {str(model)!r} is none")
+    if hub_id is not None:
+        return ModelFiles(_download(hub_id, revision))
     if model == EMBEDDED_MODEL:
         return ModelFiles(embedded_model())
     path = Path(model).expanduser()
@@ -35,13 +40,17 @@ def locate(model: str | Path, revision: str | None = None) -> ModelFiles:
         return ModelFiles(path)
     if path.is_file():
         return _single_file(path)
-    name = str(model)
-    if isinstance(model, str) and _HUB_ID.fullmatch(name):
-        return ModelFiles(_download(name, revision))
     raise CheckpointError(
-        f"no model at {name!r}: expected {EMBEDDED_MODEL!r}, a folder, a .safetensors file, "
+        f"no model at {str(model)!r}: expected {EMBEDDED_MODEL!r}, a folder, a .safetensors file, "
         "or a hub id such as bigcode/starcoder2-3b"
     )
+
+
+def _as_hub_id(model: str | Path) -> str | None:
+    """`model` if it looks like `owner/name` and nothing here has that path."""
+    if not isinstance(model, str) or Path(model).expanduser().exists():
+        return None
+    return model if _HUB_ID.fullmatch(model) else None
 
 
 def _single_file(path: Path) -> ModelFiles:

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from starquill.checkpoint.files import read_json_if_there
-from starquill.errors import CheckpointError, UnsupportedError
+from starquill.errors import BadRequestError, CheckpointError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,15 @@ class Tokenizer:
         return max(self._control.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
-        """Ids of `text`, with no token added. Special-token strings are data unless asked."""
+        """Ids of `text`, with no token added. Special-token strings are data unless asked.
+
+        Raises BadRequestError for text with lone surrogates, which no bytes stand for (Python
+        makes them of arguments that are not UTF-8).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadRequestError(f"the text is not UTF-8 (character {error.start})") from None
         encoder = self._control if parse_special else self._data
         return list(encoder.encode(text, add_special_tokens=False).ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -54,6 +55,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0, 2 for the user's mistakes, 1 for ours, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _write_utf8()
     logging.basicConfig(format="warning: %(message)s", level=logging.WARNING)
     try:
         code = app(args=arguments, standalone_mode=False)
@@ -79,6 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         kind = type(error).__name__
         return _fail(f"a fault in starquill ({kind}: {error}); --debug shows where", OUR_ERROR)
+
+
+def _write_utf8() -> None:
+    """Code is UTF-8, whatever the locale: into a pipe exactly, on a terminal as it can be."""
+    for stream in (sys.stdout, sys.stderr):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        if stream.isatty():
+            stream.reconfigure(errors="replace")
+        else:
+            stream.reconfigure(encoding="utf-8", errors="surrogateescape")
 
 
 def _fail(message: str, code: int) -> int:

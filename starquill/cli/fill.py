@@ -89,9 +89,17 @@ def fill(
         if outcome.exit_code:
             print(f"warning: interrupted; {place.file} is unchanged", file=sys.stderr)
         else:
-            filled = place.prefix + outcome.text + place.suffix
+            middle = _with_line_endings_of(place.prefix + place.suffix, outcome.text)
+            filled = place.prefix + middle + place.suffix
             write_atomically(place.file, filled.encode())
     return outcome.exit_code
+
+
+def _with_line_endings_of(file_text: str, middle: str) -> str:
+    """Models write LF; a file whose lines all end in CR LF shall stay so."""
+    if "\r\n" in file_text and not re.search(r"(?<!\r)\n", file_text):
+        return re.sub(r"\r?\n", "\r\n", middle)
+    return middle
 
 
 def find_place(file: Path | None, where: PlaceOptions) -> Place:

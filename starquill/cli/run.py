@@ -117,13 +117,15 @@ def as_json(outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 def describe_stats(outcome: Outcome) -> str:
     stats = outcome.stats
-    seed = "" if stats.seed is None else f"\nseed:       {stats.seed}"
+    seed = "" if stats.seed is None else f"\nseed:        {stats.seed}"
+    peak = stats.peak_memory_bytes
+    memory = "not known" if peak is None else f"{peak / 1e9:.2f} GB"
     return (
-        f"prompt:     {stats.prompt_tokens} tokens, {stats.prompt_rate:.1f} tok/s\n"
-        f"generation: {stats.generated_tokens} tokens, {stats.generation_rate:.1f} tok/s "
+        f"prompt:      {stats.prompt_tokens} tokens, {stats.prompt_rate:.1f} tok/s\n"
+        f"generation:  {stats.generated_tokens} tokens, {stats.generation_rate:.1f} tok/s "
         f"({outcome.finish_reason})\n"
-        f"first token after {stats.time_to_first_token:.3f} s\n"
-        f"peak memory: {stats.peak_memory_bytes / 1e9:.2f} GB{seed}"
+        f"first token: after {stats.time_to_first_token:.3f} s\n"
+        f"peak memory: {memory}{seed}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -37,13 +38,18 @@ class ChatTemplate:
         )
         environment.globals["raise_exception"] = _raise_exception
         environment.filters["tojson"] = lambda v, **kw: json.dumps(v, ensure_ascii=False, **kw)
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"the model's chat template is broken: {error}") from None
+        self._environment = environment
         names = [tokenizer.added[i] for i in tokenizer.special_ids]
         by_length = sorted(names, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        # Compiled at first use: a broken template must not keep a model from completing code.
+        try:
+            return self._environment.from_string(self.source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the model's chat template is broken: {error}") from None
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -60,8 +66,9 @@ class ChatTemplate:
         variables: dict[str, Any] = {
             name: self._tokenizer.named_token(name) or "" for name in ("bos_token", "eos_token")
         }
+        template = self._template
         try:
-            text = self._template.render(messages=shielded, add_generation_prompt=True, **variables)
+            text = template.render(messages=shielded, add_generation_prompt=True, **variables)
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise BadRequestError(f"the chat template refuses this conversation: {error}") from None
         return self._encode_rendered(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -19,8 +18,12 @@ from starquill.types import Delta, GenerateRequest, GenerationStats, SamplingPar
 GREEDY = SamplingParams()
 
 
-def peak_memory_bytes() -> int:
-    """The largest resident size that this process has had."""
+def peak_memory_bytes() -> int | None:
+    """The largest resident size that this process has had; None where none is counted."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 

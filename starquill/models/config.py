@@ -11,6 +11,8 @@ from starquill.nn.rope import RopeConfig, yarn_attention_factor
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 _REQUIRED: Any = object()
+# Larger than any model's sizes; a damaged number must not make us build something endless.
+MOST, MOST_LAYERS = 2**31 - 1, 10_000
 
 Value = TypeVar("Value")
 
@@ -37,12 +39,12 @@ class ConfigReader:
             return placeholder
         return default
 
-    def positive_int(self, key: str, default: Any = _REQUIRED) -> int:
-        expected = "a positive whole number"
+    def positive_int(self, key: str, default: Any = _REQUIRED, most: int = MOST) -> int:
+        expected = f"a whole number from 1 to {most}"
         value = self._take(key, default, expected, 1)
         if value is default:
             return value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             self.problems.append(f"{key} is {value!r} (expected {expected})")
             return 1
         return value

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from starquill.models.config import ConfigReader, read_rope
+from starquill.models.config import MOST_LAYERS, ConfigReader, read_rope
 from starquill.models.spec import ArchSpec, StepBatch
 from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.attention import attend
@@ -67,7 +67,7 @@ class Starcoder2Config:
             vocab_size=reader.positive_int("vocab_size"),
             hidden_size=hidden,
             intermediate_size=reader.positive_int("intermediate_size"),
-            num_hidden_layers=reader.positive_int("num_hidden_layers"),
+            num_hidden_layers=reader.positive_int("num_hidden_layers", most=MOST_LAYERS),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
