@@ -25,7 +25,7 @@ from starquill.checkpoint.build import expected_tensors
 from starquill.engine.engine import Engine
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.runner import Runner
-from starquill.load import load
+from starquill.loading import load
 from starquill.models import architecture
 from starquill.types import SamplingParams
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from starquill.engine.engine import Engine
     from starquill.engine.fim import ContextFile, Hole
     from starquill.engine.loaded import LoadedModel
-    from starquill.load import load
+    from starquill.loading import load
 
 __version__ = "0.1.0"
 
@@ -49,11 +49,13 @@ _LAZY = {
     "Engine": "starquill.engine.engine",
     "Hole": "starquill.engine.fim",
     "LoadedModel": "starquill.engine.loaded",
-    "load": "starquill.load",
+    "load": "starquill.loading",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'starquill' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value

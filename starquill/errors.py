@@ -13,7 +13,10 @@ MOST_LISTED = 20
 
 
 class StarquillError(Exception):
-    """Parent of every error that the user can do something about."""
+    """Parent of every error that the user can do something about. Its message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class CheckpointError(StarquillError):
@@ -38,6 +41,14 @@ class BadRequestError(StarquillError):
 
 class NumericsError(StarquillError):
     """The model produced values that are not finite numbers."""
+
+
+def printable(text: str) -> str:
+    """`text` in one line, with characters that would act on a terminal written as escapes.
+
+    Messages quote names from files, which may hold anything.
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def listing(items: Sequence[str], most: int = MOST_LISTED) -> str:

@@ -49,6 +49,11 @@ class GenerateRequest:
     heal: bytes = b""
     stop_ids: frozenset[int] = frozenset()
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt as the user gave it, the healed one included."""
+        return len(self.prompt_ids) + bool(self.heal)
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -95,7 +100,9 @@ class GenerationStats:
 
     @property
     def prompt_rate(self) -> float:
-        return self.prompt_tokens / max(self.time_to_first_token, 1e-9)
+        """Prompt tokens per second until the first new token; 0 when nothing ran."""
+        ran = self.time_to_first_token > 0
+        return self.prompt_tokens / self.time_to_first_token if ran else 0.0
 
     @property
     def generation_rate(self) -> float:

@@ -19,7 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"checkpoint"}),
     frozenset({"isq", "calibration", "adapters", "anymoe"}),
     frozenset({"engine"}),
-    frozenset({"load"}),
+    frozenset({"loading"}),
     frozenset({"server", "cli"}),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

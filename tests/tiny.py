@@ -15,7 +15,7 @@ from torch import Tensor
 
 from starquill.checkpoint.build import expected_tensors
 from starquill.engine.loaded import LoadedModel
-from starquill.load import load
+from starquill.loading import load
 from starquill.models import architecture
 from starquill.models.spec import StepBatch
 from starquill.nn.cache import KvCache

@@ -123,13 +123,18 @@ def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> 
 
 
 def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    if not _is_finite(tensor):
+        raise CheckpointError(f"{name} has values that are not finite: the file is damaged")
     converted = tensor.to(dtype)
-    narrower = dtype == torch.float16 and tensor.dtype != dtype
-    if narrower and bool((converted.isinf() & tensor.isfinite()).any()):
-        raise NumericsError(
-            f"{name} has values that float16 cannot hold; use --dtype float32 or bfloat16"
-        )
+    if tensor.dtype != dtype and dtype != torch.float32 and not _is_finite(converted):
+        kind = str(dtype).removeprefix("torch.")
+        raise NumericsError(f"{name} has values that {kind} cannot hold; use --dtype float32")
     return converted
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    low, high = tensor.aminmax()  # both are NaN if any value is
+    return bool(low.isfinite() and high.isfinite())
 
 
 def _same_tensor(model: nn.Module, spec: ArchSpec) -> bool:

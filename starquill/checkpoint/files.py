@@ -26,6 +26,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not valid JSON: {error.msg} at {where}") from None
     except RecursionError:
         raise CheckpointError(f"{path} is nested too deeply to be a real file") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__} (expected an object)")
     return value
@@ -52,7 +54,10 @@ def read_text(path: Path) -> str:
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace `path` (following a symbolic link, keeping its mode) in one step, or not at all."""
     target = path.resolve()
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:64]}.", dir=target.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -62,6 +67,9 @@ def write_atomically(path: Path, content: bytes) -> None:
         if target.exists():
             temporary.chmod(target.stat().st_mode & 0o7777)
         temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

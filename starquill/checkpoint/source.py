@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,7 +21,16 @@ from starquill.errors import CheckpointError, UnsupportedError, listing
 
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U32": 4, "I16": 2}
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "U8": torch.uint8,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 @dataclass(frozen=True)
@@ -28,14 +39,7 @@ class TensorInfo:
 
     dtype: str
     shape: tuple[int, ...]
-
-    @property
-    def parameters(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.parameters * _BYTES.get(self.dtype, 1)
+    nbytes: int
 
 
 class WeightSource(Protocol):
@@ -47,50 +51,77 @@ class WeightSource(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class _Location:
+    """Where a tensor's bytes are in a file."""
+
+    info: TensorInfo
+    start: int
+
+
 class SafetensorsSource:
-    """One or many safetensors files, each tensor belonging to exactly one of them."""
+    """One or many safetensors files, each tensor belonging to exactly one of them.
+
+    Tensors are read, not mapped: what is read is what is resident, and a file larger than
+    memory opens like any other.
+    """
 
     def __init__(self, place: dict[str, Path]) -> None:
         """`place` says which file each tensor is read from; headers are checked at once."""
         self._place = place
-        self._files: dict[Path, Any] = {path: open_file(path) for path in set(place.values())}
-        self.infos: dict[str, TensorInfo] = {}
-        held = {path: set(file.keys()) for path, file in self._files.items()}
+        headers = {path: read_header(path) for path in sorted(set(place.values()))}
         absent = defaultdict(list)
         for name, path in place.items():
-            if name not in held[path]:
+            if name not in headers[path]:
                 absent[path].append(name)
-                continue
-            header = self._files[path].get_slice(name)
-            self.infos[name] = TensorInfo(header.get_dtype(), tuple(header.get_shape()))
         for path, names in absent.items():
             raise CheckpointError(
                 f"{path} lacks tensors that {INDEX} places there: {listing(sorted(names))}; "
                 "the index and the shards are from different downloads"
             )
+        self._locations = {name: headers[path][name] for name, path in place.items()}
+        self.infos = {name: location.info for name, location in self._locations.items()}
 
     def read(self, name: str) -> Tensor:
-        path = self._place[name]
+        location, path = self._locations[name], self._place[name]
+        dtype = _DTYPES.get(location.info.dtype)
+        if dtype is None:
+            raise UnsupportedError(f"{path}: {name} is {location.info.dtype}, which is not read")
+        count = location.info.nbytes
         try:
-            tensor: Tensor = self._files[path].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {name} cannot be read: {error}") from None
-        return tensor
+            data = np.fromfile(path, np.uint8, count, offset=location.start)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {name} cannot be read: {error.strerror}") from None
+        if len(data) != count:
+            raise CheckpointError(f"{path} became shorter while it was read")
+        return torch.from_numpy(data).view(dtype).reshape(location.info.shape)
 
 
-def open_file(path: Path) -> Any:
-    """Open one file; its header is validated against the file's size by the library."""
+def read_header(path: Path) -> dict[str, _Location]:
+    """Every tensor of one file. The library checks the header against the file's size."""
     try:
-        if path.stat().st_size == 0:
+        size = path.stat().st_size
+        if size == 0:
             raise CheckpointError(f"{path} is empty (0 bytes); download it again")
-        return safe_open(path, framework="pt")
+        with safe_open(path, framework="numpy"):
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entries: dict[str, Any] = json.loads(file.read(length))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is damaged or incomplete ({path.stat().st_size:,} bytes): {error}; "
-            "download it again"
+            f"{path} is damaged or incomplete ({size:,} bytes): {error}; download it again"
         ) from None
+    entries.pop("__metadata__", None)
+    return {
+        name: _Location(
+            TensorInfo(entry["dtype"], tuple(entry["shape"]), end - begin), 8 + length + begin
+        )
+        for name, entry in entries.items()
+        for begin, end in [entry["data_offsets"]]
+    }
 
 
 def open_source(files: ModelFiles) -> SafetensorsSource:
@@ -122,7 +153,7 @@ def _no_weights(folder: Path) -> CheckpointError | UnsupportedError:
 
 
 def _tensors_in(paths: list[Path]) -> dict[str, Path]:
-    places = [(name, path) for path in paths for name in tuple(open_file(path).keys())]
+    places = [(name, path) for path in paths for name in read_header(path)]
     twice = [name for name, count in Counter(name for name, _ in places).items() if count > 1]
     if twice:
         raise CheckpointError(
@@ -157,12 +188,19 @@ def _indexed(folder: Path) -> dict[str, Path]:
             f"{folder / INDEX} names files outside its folder: {listing(sorted(set(wrong)))}"
         )
     files = sorted(set(weight_map.values()))
-    missing = [name for name in files if not (folder / name).exists()]
+    missing = [name for name in files if not _exists(folder / name)]
     if missing:
         raise CheckpointError(
             f"{folder} lacks shards that {INDEX} names: {listing(missing)}; download it again"
         )
     return {name: folder / file for name, file in weight_map.items()}
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _is_plain_name(file: object) -> bool:

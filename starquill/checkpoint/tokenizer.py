@@ -75,7 +75,9 @@ class Tokenizer:
         self.added: dict[int, str] = {token["id"]: token["content"] for token in added}
         self._control = tokenizers.Tokenizer.from_str(json.dumps(definition))
         self.special_ids: frozenset[int] = frozenset(
-            token["id"] for token in added if token.get("special") or self._is_fim(token["content"])
+            token["id"]
+            for token in added
+            if token.get("special") or self._is_control(token["content"])
         )
         plain = [token for token in added if token["id"] not in self.special_ids]
         self._data = tokenizers.Tokenizer.from_str(
@@ -87,9 +89,10 @@ class Tokenizer:
         if "ByteLevel" not in json.dumps(definition.get("decoder")):
             raise UnsupportedError("tokenizer.json: only byte-level decoders are implemented")
 
-    @staticmethod
-    def _is_fim(text: str) -> bool:
-        return any(text in names.values() for names in _FIM_SPELLINGS)
+    def _is_control(self, text: str) -> bool:
+        """Some tokenizers do not flag their control tokens as special."""
+        named = {self.named_token(f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
+        return text in named or any(text in names.values() for names in _FIM_SPELLINGS)
 
     @property
     def id_bound(self) -> int:
@@ -100,14 +103,37 @@ class Tokenizer:
         """Ids of `text`, with no token added. Special-token strings are data unless asked.
 
         Raises BadRequestError for text with lone surrogates, which no bytes stand for (Python
-        makes them of arguments that are not UTF-8).
+        makes them of arguments that are not UTF-8), and for bytes that the vocabulary lacks.
         """
         try:
-            text.encode("utf-8")
+            data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise BadRequestError(f"the text is not UTF-8 (character {error.start})") from None
         encoder = self._control if parse_special else self._data
-        return list(encoder.encode(text, add_special_tokens=False).ids)
+        ids = list(encoder.encode(text, add_special_tokens=False).ids)
+        if len(data.translate(None, self._unspellable)) < len(data):
+            self._check_spelled(text, ids)
+        return ids
+
+    @cached_property
+    def _unspellable(self) -> bytes:
+        """Bytes without a token: StarCoder2's vocabulary lacks 0xf1, besides what is no UTF-8."""
+        spelled = (self.id_of(character) is not None for character in _byte_alphabet())
+        pairs = zip(_byte_alphabet().values(), spelled, strict=True)
+        return bytes(byte for byte, known in pairs if not known)
+
+    def _check_spelled(self, text: str, ids: list[int]) -> None:
+        """Refuse `text` if the library left some of its bytes out of `ids`."""
+        added = {i: len(content.encode()) for i, content in self.added.items()}
+        spelled = sum(added.get(i, len(self.token_bytes[i])) for i in ids)
+        if spelled == len(text.encode()):
+            return
+        for index, character in enumerate(text):
+            for byte in character.encode():
+                if byte in self._unspellable:
+                    raise BadRequestError(
+                        f"the model has no token for byte {byte:#04x} (character {index})"
+                    )
 
     def id_of(self, token: str) -> int | None:
         return self._control.token_to_id(token)

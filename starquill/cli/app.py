@@ -16,6 +16,7 @@ from starquill import StarquillError, __version__
 from starquill.cli.fill import fill
 from starquill.cli.generate import generate
 from starquill.cli.inspect import inspect
+from starquill.errors import printable
 
 USER_ERROR, OUR_ERROR = 2, 1
 
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error.format_message(), error.exit_code)
     except typer.Abort:
         return 130
+    except SystemExit:
+        return 0  # typer's answer to a reader that has left: `| head`
     except StarquillError as error:
         return _fail(str(error), USER_ERROR)
     except BrokenPipeError:
@@ -95,5 +98,5 @@ def _write_utf8() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code

@@ -84,7 +84,7 @@ def fill(
     request, trimmed = fill_request(loaded, _hole(place, hole_in, repo_name), params)
     if trimmed:
         print(f"warning: left out to fit the context: {trimmed}", file=sys.stderr)
-    outcome = run(loaded, request, show, before=place.prefix)
+    outcome = run(loaded, request, show, before=place.prefix, reader_may_leave=in_place)
     if in_place and place.file is not None:
         if outcome.exit_code:
             print(f"warning: interrupted; {place.file} is unchanged", file=sys.stderr)
@@ -112,27 +112,31 @@ def find_place(file: Path | None, where: PlaceOptions) -> Place:
         )
     if file is not None:
         text = read_text(file)
-        return Place(*(_at(text, where.at, file) if where.at else _marked(text, str(file))), file)
+        return Place(
+            *(_marked(text, file) if where.at is None else _at(text, where.at, file)), file
+        )
     if where.at is not None:
         raise BadRequestError("--at needs FILE")
     if files:
         before = "" if where.prefix_file is None else read_text(where.prefix_file)
         after = "" if where.suffix_file is None else read_text(where.suffix_file)
         return Place(before, after)
-    return Place(*_marked(read_prompt(where.prompt), "the prompt"))
+    return Place(*_marked(read_prompt(where.prompt), None))
 
 
-def _marked(text: str, name: str) -> tuple[str, str]:
+def _marked(text: str, file: Path | None) -> tuple[str, str]:
     parts = text.split(MARKER)
     if len(parts) != 2:
-        hint = "; give --at LINE[:COL]" if len(parts) == 1 else ""
-        raise BadRequestError(f"{name} has {len(parts) - 1} {MARKER} markers (expected one{hint})")
+        hint = "; give --at LINE[:COL]" if file is not None else ""
+        raise BadRequestError(
+            f"{file or 'the prompt'} has {len(parts) - 1} {MARKER} markers (expected one{hint})"
+        )
     return parts[0], parts[1]
 
 
 def _at(text: str, at: str, file: Path) -> tuple[str, str]:
     """Split `text` at `LINE[:COL]`, both counted from 1; without a column at the line's end."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", at)
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", at)
     if not match:
         raise BadRequestError(f"--at is {at!r} (expected LINE or LINE:COL, as 12 or 12:5)")
     line, column = int(match[1]), match[2]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from starquill.errors import printable
+
 if TYPE_CHECKING:
     from starquill.checkpoint.describe import ModelFacts
 
@@ -35,7 +37,7 @@ def _print_table(facts: ModelFacts) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(facts.name), show_header=False)
+    table = Table(title=escape(printable(facts.name)), show_header=False)
     total = sum(facts.bytes.values())
     window = facts.sliding_window
     rows = {
@@ -56,7 +58,7 @@ def _print_table(facts: ModelFacts) -> None:
         "special tokens": " ".join(f"{t}={i}" for t, i in facts.special_tokens.items()) or "none",
     }
     for name, value in rows.items():
-        table.add_row(name, escape(value))
+        table.add_row(name, escape(printable(value)))
     for warning in facts.warnings:
-        table.add_row("warning", escape(warning))
+        table.add_row("warning", escape(printable(warning)))
     Console().print(table)

@@ -9,17 +9,17 @@ from typing import Protocol
 import pygments.lexers
 from pygments.lexer import Lexer
 from pygments.util import ClassNotFound
+from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
-from rich.syntax import ANSISyntaxTheme, Syntax, SyntaxTheme
-from rich.text import Text
+from rich.syntax import Syntax, SyntaxTheme
 
 from starquill.cli.options import ShowOptions
 from starquill.errors import BadRequestError
 from starquill.types import Delta
 
 # Control characters would be obeyed by the terminal: show Unicode's pictures of them instead.
-_VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t\r"} | {127: 0x2421}
+_VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | {127: 0x2421}
 _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
@@ -61,14 +61,13 @@ class PlainPrinter:
 class HighlightPrinter:
     """Highlights while streaming: the last lexical token waits until it can change no more."""
 
-    def __init__(self, console: Console, lexer: Lexer, before: str) -> None:
+    def __init__(self, lexer: Lexer, before: str) -> None:
         """`before` is the code that the text continues; the lexer needs it, it is not shown."""
-        self._console = console
+        self._colors = _terminal_colors(Console())
         self._lexer = lexer
         self._code = before
         self._shown = len(before)
         self._theme: SyntaxTheme = Syntax.get_theme("ansi_dark")
-        assert isinstance(self._theme, ANSISyntaxTheme)
 
     def write(self, delta: Delta) -> None:
         self._code += delta.text
@@ -76,31 +75,49 @@ class HighlightPrinter:
 
     def _show(self, final: bool) -> None:
         pieces = list(self._lexer.get_tokens_unprocessed(self._code))
-        line = Text()
         for index, kind, value in pieces if final else pieces[:-1]:
             fresh = value[max(self._shown - index, 0) :]
             if index + len(value) > self._shown and fresh:
-                line.append(fresh.translate(_VISIBLE), self._theme.get_style_for_token(kind))
+                _paint(fresh, self._theme.get_style_for_token(kind), self._colors)
                 self._shown = index + len(value)
-        self._console.print(line, end="", soft_wrap=True)
+        sys.stdout.flush()
 
     def finish(self) -> None:
         self._show(final=True)
-        self._console.print()
+        print(flush=True)
 
 
 class ConfidencePrinter:
     """Colours each token by its probability, from red (unlikely) over yellow to green."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self) -> None:
+        # Asked for by name, so colours go into a pipe too (`| less -R`).
+        self._colors = _terminal_colors(Console(force_terminal=True))
 
     def write(self, delta: Delta) -> None:
-        text = Text(delta.text.translate(_VISIBLE), confidence_style(delta))
-        self._console.print(text, end="", soft_wrap=True)
+        _paint(delta.text, confidence_style(delta), self._colors)
+        sys.stdout.flush()
 
     def finish(self) -> None:
-        self._console.print()
+        print(flush=True)
+
+
+def _terminal_colors(console: Console) -> ColorSystem | None:
+    """The colours that a terminal has; None for none, as NO_COLOR asks."""
+    systems = {
+        "standard": ColorSystem.STANDARD,
+        "256": ColorSystem.EIGHT_BIT,
+        "truecolor": ColorSystem.TRUECOLOR,
+    }
+    return None if console.no_color else systems.get(console.color_system or "")
+
+
+def _paint(text: str, style: Style, colors: ColorSystem | None) -> None:
+    """Write `text` to standard output in a style, line by line so that no colour runs over."""
+    for line in text.translate(_VISIBLE).splitlines(keepends=True):
+        content = line.rstrip("\n")
+        sys.stdout.write(style.render(content, color_system=colors) if content else "")
+        sys.stdout.write(line[len(content) :])
 
 
 def confidence_style(delta: Delta) -> Style:
@@ -117,10 +134,9 @@ def choose_printer(show: ShowOptions, before: str) -> Printer:
     """Plain into a pipe; on a terminal highlighted, unless colours by confidence are asked for."""
     terminal = sys.stdout.isatty()
     if show.colorize:
-        # Asked for by name, so colours go into a pipe too (`| less -R`).
-        return ConfidencePrinter(Console(force_terminal=True, highlight=False))
+        return ConfidencePrinter()
     if terminal and show.highlight:
-        return HighlightPrinter(Console(highlight=False), _lexer(show.language), before)
+        return HighlightPrinter(_lexer(show.language), before)
     return PlainPrinter(terminal)
 
 

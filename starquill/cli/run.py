@@ -12,7 +12,7 @@ from starquill.cli.options import ModelOptions, ShowOptions
 from starquill.cli.printing import Printer, SilentPrinter, choose_printer
 from starquill.engine.engine import Engine, Generation
 from starquill.engine.loaded import LoadedModel
-from starquill.load import load
+from starquill.loading import load
 from starquill.types import Delta, GenerateRequest, GenerationStats
 
 INTERRUPTED = 130
@@ -44,14 +44,24 @@ def load_model(options: ModelOptions) -> LoadedModel:
     )
 
 
-def run(loaded: LoadedModel, request: GenerateRequest, show: ShowOptions, before: str) -> Outcome:
-    """Stream `request` to standard output. `before` is the code that the text continues."""
+def run(
+    loaded: LoadedModel,
+    request: GenerateRequest,
+    show: ShowOptions,
+    before: str,
+    *,
+    reader_may_leave: bool = False,
+) -> Outcome:
+    """Stream `request` to standard output. `before` is the code that the text continues.
+
+    With `reader_may_leave` a closed pipe does not end the request.
+    """
     reported = request.params.logprobs
     if show.colorize and reported is None:
         request = replace(request, params=replace(request.params, logprobs=0))
     printer = SilentPrinter() if show.json else choose_printer(show, before)
     generation = Engine(loaded).generate(request)
-    deltas = _stream(generation, printer)
+    deltas = _stream(generation, printer, reader_may_leave)
     outcome = Outcome("".join(d.text for d in deltas), tuple(deltas), generation.stats)
     if show.json:
         print(json.dumps(as_json(outcome, loaded.tokenizer), ensure_ascii=False))
@@ -62,19 +72,30 @@ def run(loaded: LoadedModel, request: GenerateRequest, show: ShowOptions, before
     return outcome
 
 
-def _stream(generation: Generation, printer: Printer) -> list[Delta]:
+def _stream(generation: Generation, printer: Printer, reader_may_leave: bool) -> list[Delta]:
     """All deltas; Ctrl-C keeps what was written and ends the request."""
     deltas: list[Delta] = []
     try:
         for delta in generation:
             deltas.append(delta)
-            printer.write(delta)
+            printer = _write(printer, delta, reader_may_leave)
     except KeyboardInterrupt:
         if last := generation.cancel():
             deltas.append(last)
-            printer.write(last)
+            printer = _write(printer, last, reader_may_leave)
     printer.finish()
     return deltas
+
+
+def _write(printer: Printer, delta: Delta, reader_may_leave: bool) -> Printer:
+    """Show `delta`; returns the printer to go on with."""
+    try:
+        printer.write(delta)
+    except BrokenPipeError:
+        if not reader_may_leave:
+            raise
+        return SilentPrinter()
+    return printer
 
 
 def _token_text(tokenizer: Tokenizer | None, token: int) -> str:

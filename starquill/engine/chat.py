@@ -17,8 +17,9 @@ from starquill.errors import BadRequestError, CheckpointError
 Message = Mapping[str, str]
 
 # Put inside special-token strings that a message contains, so that they pass through the
-# template as data. A private-use character that no code contains; removed before encoding.
-_SHIELD = "\ue0f5\ue0f6"
+# template as data; removed before encoding. Private-use characters, made longer until no
+# message contains them.
+_SHIELD, _LONGER = "\ue0f5", "\ue0f6"
 # Headings that StarCoder2-Instruct writes when it goes on past its own answer.
 _HEADINGS = ("### Instruction", "### Response")
 
@@ -62,32 +63,39 @@ class ChatTemplate:
         Special-token strings inside messages are data. Raises BadRequestError with the
         template's own words for a conversation that it refuses.
         """
-        shielded = [{k: self._shield(v) for k, v in m.items()} for m in messages]
+        texts = [text for message in messages for text in message.values()]
+        for text in texts:
+            if not isinstance(text, str):
+                raise BadRequestError(
+                    f"message content is {type(text).__name__} (expected a string)"
+                )
+        shield = _SHIELD
+        while any(shield in text for text in texts):
+            shield += _LONGER
+        shielded = [{k: self._shield(v, shield) for k, v in m.items()} for m in messages]
         variables: dict[str, Any] = {
             name: self._tokenizer.named_token(name) or "" for name in ("bos_token", "eos_token")
         }
         template = self._template
         try:
             text = template.render(messages=shielded, add_generation_prompt=True, **variables)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # templates are programs, and may fail in any way
             raise BadRequestError(f"the chat template refuses this conversation: {error}") from None
-        return self._encode_rendered(text)
+        return self._encode_rendered(text, shield)
 
-    def _shield(self, text: str) -> str:
-        if not isinstance(text, str):
-            raise BadRequestError(f"message content is {type(text).__name__} (expected a string)")
-        return self._special.sub(lambda m: m[0][:1] + _SHIELD + m[0][1:], text)
+    def _shield(self, text: str, shield: str) -> str:
+        return self._special.sub(lambda m: m[0][:1] + shield + m[0][1:], text)
 
-    def _encode_rendered(self, text: str) -> list[int]:
+    def _encode_rendered(self, text: str, shield: str) -> list[int]:
         ids: list[int] = []
         end = 0
         for match in self._special.finditer(text):
-            ids += self._tokenizer.encode(text[end : match.start()].replace(_SHIELD, ""))
+            ids += self._tokenizer.encode(text[end : match.start()].replace(shield, ""))
             special = self._tokenizer.id_of(match[0])
             assert special is not None
             ids.append(special)
             end = match.end()
-        return ids + self._tokenizer.encode(text[end:].replace(_SHIELD, ""))
+        return ids + self._tokenizer.encode(text[end:].replace(shield, ""))
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:

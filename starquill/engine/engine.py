@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from starquill.engine.chat import Message
@@ -13,6 +14,7 @@ from starquill.engine.loaded import LoadedModel
 from starquill.engine.prompts import chat_request, new_request_id, plain_request
 from starquill.engine.runner import PREFILL_CHUNK, Runner
 from starquill.engine.sequence import Sequence
+from starquill.errors import BadRequestError
 from starquill.types import Delta, GenerateRequest, GenerationStats, SamplingParams
 
 GREEDY = SamplingParams()
@@ -75,13 +77,21 @@ class Generation(Iterator[Delta]):
     def stats(self) -> GenerationStats:
         """Counts and times up to now."""
         return GenerationStats(
-            prompt_tokens=len(self.request.prompt_ids),
+            prompt_tokens=self.request.prompt_tokens,
             generated_tokens=len(self._sequence.output_ids),
             time_to_first_token=self._first - self._started,
             generation_seconds=self._last - self._first,
             peak_memory_bytes=peak_memory_bytes(),
             seed=self._sequence.sampler.seed,
         )
+
+
+def _whole_numbers(ids: Iterable[object]) -> tuple[int, ...]:
+    """Token ids from any library's integers."""
+    try:
+        return tuple(operator.index(i) for i in ids)  # type: ignore[arg-type]
+    except TypeError:
+        raise BadRequestError("the prompt's token ids must be whole numbers") from None
 
 
 class Engine:
@@ -110,7 +120,7 @@ class Engine:
         if isinstance(request, str):
             request = plain_request(self.model, request, params)
         elif not isinstance(request, GenerateRequest):
-            request = GenerateRequest(new_request_id(), tuple(request), params)
+            request = GenerateRequest(new_request_id(), _whole_numbers(request), params)
         return Generation(self.model, request, self._prefill_chunk)
 
     def complete(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from starquill.checkpoint.tokenizer import FimTokens, Tokenizer
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.prompts import new_request_id
+from starquill.engine.sampling import check_params
 from starquill.errors import CapacityError, UnsupportedError
 from starquill.types import GenerateRequest, SamplingParams
 
@@ -70,6 +71,7 @@ def fill_request(
     Raises UnsupportedError for a model without the tokens, CapacityError when `max_tokens`
     leaves no room.
     """
+    check_params(params, loaded.config.vocab_size)
     tokenizer, fim = loaded.require_tokenizer(), loaded.require_fim()
     if hole.context and (fim.file_sep is None or fim.repo_name is None):
         raise UnsupportedError(f"{loaded.name} has no repository tokens, so no context files")

@@ -24,15 +24,31 @@ class HealingVocabulary:
         self._sorted = sorted(self._ids)
 
     def allowed(self, text: bytes) -> list[int]:
-        """Ids of tokens that begin with `text`, and of those that `text` begins with."""
+        """Ids of tokens that begin with `text`, and of those that `text` begins with.
+
+        The latter only where other tokens can spell the rest.
+        """
         ids: list[int] = []
         at = bisect_left(self._sorted, text)
         while at < len(self._sorted) and self._sorted[at].startswith(text):
             ids += self._ids[self._sorted[at]]
             at += 1
+        spellable = self._spellable(text)
         for length in range(1, len(text)):
-            ids += self._ids.get(text[:length], ())
+            if spellable[length]:
+                ids += self._ids.get(text[:length], ())
         return ids
+
+    def _spellable(self, text: bytes) -> list[bool]:
+        """For each place in `text`, whether tokens can spell it from there to its end or past."""
+        result = [True] * (len(text) + 1)
+        for start in range(len(text) - 1, -1, -1):
+            rest = text[start:]
+            at = bisect_left(self._sorted, rest)
+            result[start] = (at < len(self._sorted) and self._sorted[at].startswith(rest)) or any(
+                text[start:end] in self._ids and result[end] for end in range(start + 1, len(text))
+            )
+        return result
 
 
 def split_for_healing(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[int], bytes]:

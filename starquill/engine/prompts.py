@@ -9,6 +9,7 @@ from dataclasses import replace
 from starquill.engine.chat import Message
 from starquill.engine.healing import split_for_healing
 from starquill.engine.loaded import LoadedModel
+from starquill.engine.sampling import check_params
 from starquill.errors import BadRequestError, UnsupportedError
 from starquill.types import GenerateRequest, SamplingParams
 
@@ -53,6 +54,7 @@ def chat_request(
         raise UnsupportedError(
             f"{loaded.name} has no chat template (a base model); complete plain text instead"
         )
+    check_params(params, loaded.config.vocab_size)
     ids = template.encode(messages)
     params = replace(params, stop=(*params.stop, *template.stop))
     return GenerateRequest(new_request_id(), tuple(ids), params)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 
 import torch
@@ -24,8 +23,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
     def within(name: str, low: float, high: float, expected: str) -> None:
         value = getattr(params, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        require(number and math.isfinite(value) and low <= value <= high, name, expected)
+        require(_is_number(value) and low <= value <= high, name, expected)
 
     def whole(value: object, low: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= low
@@ -51,10 +49,17 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         problems.append(
             f"logit_bias names tokens {listing(outside)} (expected ids 0 to {vocab_size - 1})"
         )
-    if not all(math.isfinite(bias) for bias in params.logit_bias.values()):
+    if not all(_is_number(bias) for bias in params.logit_bias.values()):
         problems.append("logit_bias has a value that is not a finite number")
     if problems:
         raise BadRequestError("; ".join(problems))
+
+
+def _is_number(value: object) -> bool:
+    """A finite int or float that float32 can hold; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -3e38 <= value <= 3e38  # false for NaN
 
 
 class Sampler:
@@ -87,7 +92,9 @@ class Sampler:
         if params.temperature == 0:
             token = int(scores.argmax())
         else:
-            probabilities = _filtered(scores / params.temperature, params)
+            # Relative to the best and in double, so that no temperature overflows.
+            relative = (scores - scores.max()).double() / params.temperature
+            probabilities = _filtered(relative, params)
             token = int(torch.multinomial(probabilities, 1, generator=self._generator))
         if params.repetition_penalty != 1:
             self._seen.add(token)

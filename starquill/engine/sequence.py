@@ -31,7 +31,7 @@ def check_request(loaded: LoadedModel, request: GenerateRequest) -> None:
         raise BadRequestError(
             f"the prompt has ids {listing(outside)} (the vocabulary is 0 to {vocab_size - 1})"
         )
-    length = len(request.prompt_ids)
+    length = request.prompt_tokens
     if length >= context and request.params.max_tokens > 0:
         raise CapacityError(
             f"the prompt has {length} tokens; the model's context is {context}, of which at "

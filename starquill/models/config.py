@@ -45,8 +45,7 @@ class ConfigReader:
         if value is default:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            self.problems.append(f"{key} is {value!r} (expected {expected})")
-            return 1
+            return self._wrong(key, value, expected, 1)
         return value
 
     def positive_float(self, key: str, default: Any = _REQUIRED) -> float:
@@ -55,16 +54,23 @@ class ConfigReader:
         if value is default:
             return value
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
-            self.problems.append(f"{key} is {value!r} (expected {expected})")
-            return 1.0
-        return float(value)
+        if not number or not 0 < value < math.inf:
+            return self._wrong(key, value, expected, 1.0)
+        try:
+            return float(value)
+        except OverflowError:
+            return self._wrong(key, value, expected, 1.0)
+
+    def _wrong(self, key: str, value: object, expected: str, placeholder: Value) -> Value:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        self.problems.append(f"{key} is {shown} (expected {expected})")
+        return placeholder
 
     def boolean(self, key: str, default: Any = _REQUIRED) -> bool:
         value = self._take(key, default, "true or false", False)
         if value is not default and not isinstance(value, bool):
-            self.problems.append(f"{key} is {value!r} (expected true or false)")
-            return False
+            return self._wrong(key, value, "true or false", False)
         return value
 
     def optional_boolean(self, key: str) -> bool | None:
@@ -121,8 +127,8 @@ def _read_scaling(
     original = model.positive_int("original_max_position_embeddings", None)
     original = original or rope.positive_int("original_max_position_embeddings", context)
     factor = rope.positive_float("factor", context / original)
-    mscale = float(rope.raw.get("mscale") or 0)
-    mscale_all_dim = float(rope.raw.get("mscale_all_dim") or 0)
+    mscale = rope.positive_float("mscale", None) or 0.0
+    mscale_all_dim = rope.positive_float("mscale_all_dim", None) or 0.0
     attention = yarn_attention_factor(factor, mscale, mscale_all_dim)
     return {
         "factor": factor,

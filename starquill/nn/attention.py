@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +17,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, step: CacheStep) -> Tensor:
     `q` `[B, Hq, T, Dh]`, `k` and `v` `[B, Hk, S, Dh]`; query head h reads KV head h // (Hq/Hk).
     Returns `[B, T, Hq·Dh]`.
     """
+    if q.dtype == torch.float16 and not bool(q.isfinite().all() and k.isfinite().all()):
+        # Overflowed; torch's kernel would turn it into zeros, and the model would go on.
+        return torch.full_like(q, math.nan).transpose(1, 2).flatten(2)
     batch, heads, tokens, head_dim = q.shape
     groups = heads // k.shape[1]
     mask = step.mask if step.mask is None else step.mask.to(q.dtype)

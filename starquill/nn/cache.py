@@ -66,7 +66,10 @@ class KvCache:
         return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values))
 
     def clear(self, slot: int) -> None:
+        """Empty a slot; zeros, because a masked NaN would still poison the weighted sum."""
         self.lens[slot] = 0
+        for tensor in (*self._keys, *self._values):
+            tensor[slot] = 0
 
     def _reserve(self, positions: int) -> None:
         if positions <= self.capacity:
@@ -78,7 +81,7 @@ class KvCache:
         size = (self.shape.slots, self.shape.kv_heads, grown, self.shape.head_dim)
         for tensors in (self._keys, self._values):
             for layer in range(self.shape.layers):
-                # Zeros, not empty: a masked NaN would still poison the weighted sum.
+                # Zeros, not empty: see `clear`.
                 new = torch.zeros(size, dtype=self.dtype)
                 if tensors and layer < len(tensors):
                     new[:, :, : self.capacity] = tensors[layer]

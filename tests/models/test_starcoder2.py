@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from starquill.load import load
+from starquill.loading import load
 from tests import tiny
 
 VARIANTS: dict[str, dict[str, Any]] = {
