@@ -13,14 +13,9 @@ from starquill.errors import BadRequestError, CheckpointError
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`."""
+    text = read_checkpoint_text(path)
     try:
-        value = json.loads(path.read_bytes().decode("utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not UTF-8 (byte {error.start})") from None
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise CheckpointError(f"{path} is not valid JSON: {error.msg} at {where}") from None
@@ -31,6 +26,18 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__} (expected an object)")
     return value
+
+
+def read_checkpoint_text(path: Path) -> str:
+    """A text file of a checkpoint."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 (byte {error.start})") from None
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:

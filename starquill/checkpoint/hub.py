@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from starquill.errors import BadRequestError, CheckpointError, UnsupportedError
 
 EMBEDDED_MODEL = "default"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Faults of this machine, not of the network.
+_LOCAL_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
 
@@ -35,10 +38,10 @@ def locate(model: str | Path, revision: str | None = None) -> ModelFiles:
         return ModelFiles(_download(hub_id, revision))
     if model == EMBEDDED_MODEL:
         return ModelFiles(embedded_model())
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = _expanded(model)
+    if _exists(path) and path.is_dir():
         return ModelFiles(path)
-    if path.is_file():
+    if _exists(path) and path.is_file():
         return _single_file(path)
     raise CheckpointError(
         f"no model at {str(model)!r}: expected {EMBEDDED_MODEL!r}, a folder, a .safetensors file, "
@@ -46,9 +49,23 @@ def locate(model: str | Path, revision: str | None = None) -> ModelFiles:
     )
 
 
+def _expanded(model: str | Path) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # ~ of a user that does not exist
+        return Path(model)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that no file can have
+        return False
+
+
 def _as_hub_id(model: str | Path) -> str | None:
     """`model` if it looks like `owner/name` and nothing here has that path."""
-    if not isinstance(model, str) or Path(model).expanduser().exists():
+    if not isinstance(model, str) or _exists(_expanded(model)):
         return None
     return model if _HUB_ID.fullmatch(model) else None
 
@@ -70,31 +87,36 @@ PICKLE_REFUSED = (
 def _download(repository: str, revision: str | None) -> Path:
     # Imported here: huggingface_hub takes a while to import and most runs never need it.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
     try:
-        folder = snapshot_download(repository, revision=revision, allow_patterns=list(_HUB_FILES))
-    except GatedRepoError:
-        raise CheckpointError(
+        return Path(
+            snapshot_download(repository, revision=revision, allow_patterns=list(_HUB_FILES))
+        )
+    except Exception as error:  # the library and what it downloads with have many kinds
+        raise _explained(error, repository, revision) from None
+
+
+def _explained(error: Exception, repository: str, revision: str | None) -> Exception:
+    """What a failed download means for the user."""
+    from huggingface_hub import errors
+
+    said = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+    if isinstance(error, errors.GatedRepoError):
+        return CheckpointError(
             f"{repository} is gated: accept its terms on the hub and log in with `hf auth login`"
-        ) from None
-    except RevisionNotFoundError:
-        raise CheckpointError(f"{repository} has no revision {revision!r}") from None
-    except RepositoryNotFoundError:
-        raise CheckpointError(
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return CheckpointError(f"{repository} has no revision {revision!r}")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return CheckpointError(
             f"no folder {repository!r} here and no such model on the hub (or it is private: "
             "log in with `hf auth login`)"
-        ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ConnectionError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"no folder {repository!r} here, and the hub cannot be reached ({reason[:200]}); "
-            "check the network, or give the folder of a downloaded copy"
-        ) from None
-    return Path(folder)
+        )
+    if isinstance(error, errors.HFValidationError):
+        return BadRequestError(f"{repository!r} is no hub id: {said}")
+    if isinstance(error, OSError) and error.errno in _LOCAL_FAULTS:
+        return error
+    return CheckpointError(
+        f"no folder {repository!r} here, and the hub cannot be reached ({said}); check the "
+        "network, or give the folder of a downloaded copy"
+    )

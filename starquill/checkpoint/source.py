@@ -74,10 +74,11 @@ class SafetensorsSource:
         for name, path in place.items():
             if name not in headers[path]:
                 absent[path].append(name)
-        for path, names in absent.items():
+        if absent:
+            lacking = [f"{path} lacks {listing(sorted(names))}" for path, names in absent.items()]
             raise CheckpointError(
-                f"{path} lacks tensors that {INDEX} places there: {listing(sorted(names))}; "
-                "the index and the shards are from different downloads"
+                f"{'; '.join(lacking)}, which {INDEX} places there; the index and the shards are "
+                "from different downloads"
             )
         self._locations = {name: headers[path][name] for name, path in place.items()}
         self.infos = {name: location.info for name, location in self._locations.items()}
@@ -185,7 +186,8 @@ def _indexed(folder: Path) -> dict[str, Path]:
     wrong = [str(file) for file in weight_map.values() if not _is_plain_name(file)]
     if wrong:
         raise CheckpointError(
-            f"{folder / INDEX} names files outside its folder: {listing(sorted(set(wrong)))}"
+            f"{folder / INDEX} names files outside its folder, or no .safetensors files: "
+            f"{listing(sorted(set(wrong)))}"
         )
     files = sorted(set(weight_map.values()))
     missing = [name for name in files if not _exists(folder / name)]

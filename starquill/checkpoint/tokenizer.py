@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from starquill.checkpoint.files import read_json_if_there
+from starquill.checkpoint.files import read_checkpoint_text, read_json_if_there
 from starquill.errors import BadRequestError, CheckpointError, UnsupportedError
 
 
@@ -193,7 +193,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     special = read_json_if_there(folder / "special_tokens_map.json")
     template = folder / "chat_template.jinja"
     if template.exists():
-        config = {**config, "chat_template": template.read_text(encoding="utf-8")}
+        config = {**config, "chat_template": read_checkpoint_text(template)}
     try:
         return Tokenizer(definition, {**special, **config})
     except UnsupportedError:

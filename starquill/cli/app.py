@@ -56,34 +56,42 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0, 2 for the user's mistakes, 1 for ours, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:
+        return _fail("standard output is closed", USER_ERROR)
     _write_utf8()
     logging.basicConfig(format="warning: %(message)s", level=logging.WARNING)
     try:
         code = app(args=arguments, standalone_mode=False)
         sys.stdout.flush()
         return int(code or 0)
-    except typer.TyperException as error:
-        return _fail(error.format_message(), error.exit_code)
     except typer.Abort:
         return 130
     except SystemExit:
         return 0  # typer's answer to a reader that has left: `| head`
-    except StarquillError as error:
-        return _fail(str(error), USER_ERROR)
     except BrokenPipeError:
-        # The reader (head, less) has left; keep Python from complaining at exit.
+        # The same while writing; keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except MemoryError:
-        return _fail("out of memory; use a smaller model or dtype", USER_ERROR)
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{place}{error.strerror or error}", USER_ERROR)
     except Exception as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        kind = type(error).__name__
-        return _fail(f"a fault in starquill ({kind}: {error}); --debug shows where", OUR_ERROR)
+        return _fail(*_explained(error))
+
+
+def _explained(error: Exception) -> tuple[str, int]:
+    """The line to print for an error, and the exit code."""
+    match error:
+        case typer.TyperException():
+            return error.format_message(), error.exit_code
+        case StarquillError():
+            return str(error), USER_ERROR
+        case MemoryError():
+            return "out of memory; use a smaller model or dtype", USER_ERROR
+        case OSError():
+            place = f"{error.filename}: " if error.filename else ""
+            return f"{place}{error.strerror or error}", USER_ERROR
+    kind = type(error).__name__
+    return f"a fault in starquill ({kind}: {error}); --debug shows where", OUR_ERROR
 
 
 def _write_utf8() -> None:
@@ -98,5 +106,6 @@ def _write_utf8() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    if message:  # without one typer has shown the help, which is all there is to say
+        print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code

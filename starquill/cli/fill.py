@@ -73,7 +73,8 @@ def fill(
     show: ShowOptions = ShowOptions(),
 ) -> int:
     """Write the missing middle of a file or prompt."""
-    place, params = find_place(file, where), sampling.params()
+    params, _ = sampling.params(), show.lexer()
+    place = find_place(file, where)
     if in_place and place.file is None:
         raise BadRequestError("--in-place needs FILE: there is no file to write into")
     hole_in = [(path, read_text(path)) for path in context or ()]

@@ -17,6 +17,8 @@ def read_prompt(prompt: str | None) -> str:
         raise BadRequestError("no prompt: give --prompt TEXT, or --prompt - for standard input")
     if prompt != "-":
         return prompt
+    if sys.stdin is None:
+        raise BadRequestError("standard input is closed; give --prompt TEXT")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -48,7 +50,8 @@ def generate(
     show: ShowOptions = ShowOptions(),
 ) -> int:
     """Complete code at the end of a prompt, streaming it as it is written."""
-    text, params = read_prompt(prompt), sampling.params()
+    params, _ = sampling.params(), show.lexer()
+    text = read_prompt(prompt)
     # torch takes a second to import; mistakes in options are told before that.
     from starquill.cli.run import load_model, run
     from starquill.engine.prompts import chat_request, plain_request

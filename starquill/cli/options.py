@@ -9,7 +9,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from pygments.lexer import Lexer
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
 
+from starquill.engine.params import check_params
 from starquill.errors import BadRequestError
 from starquill.types import SamplingParams
 
@@ -100,7 +104,8 @@ class SamplingOptions:
     ] = None
 
     def params(self) -> SamplingParams:
-        return SamplingParams(
+        """The same as `SamplingParams`, checked as far as it can be without a model."""
+        params = SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temp,
             top_p=self.top_p,
@@ -114,6 +119,8 @@ class SamplingOptions:
             logit_bias=dict(_bias(text) for text in self.logit_bias or ()),
             logprobs=self.logprobs,
         )
+        check_params(params)
+        return params
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -139,3 +146,13 @@ class ShowOptions:
     language: Annotated[str | None, _option("Language to highlight; python if unknown.")] = None
     stats: Annotated[bool, _option("Print speed and memory at the end.", "--stats")] = False
     json: Annotated[bool, _option("Print one JSON object instead of text.", "--json")] = False
+
+    def lexer(self) -> Lexer:
+        """The lexer for `language`; BadRequestError for one that Pygments does not know."""
+        try:
+            # It must see the text as it is, so that positions keep their meaning.
+            return get_lexer_by_name(self.language or "python", ensurenl=False)
+        except ClassNotFound:
+            raise BadRequestError(
+                f"--language is {self.language!r} (expected a name that Pygments knows, as python)"
+            ) from None

@@ -6,16 +6,13 @@ import math
 import sys
 from typing import Protocol
 
-import pygments.lexers
 from pygments.lexer import Lexer
-from pygments.util import ClassNotFound
 from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 from rich.syntax import Syntax, SyntaxTheme
 
 from starquill.cli.options import ShowOptions
-from starquill.errors import BadRequestError
 from starquill.types import Delta
 
 # Control characters would be obeyed by the terminal: show Unicode's pictures of them instead.
@@ -136,15 +133,5 @@ def choose_printer(show: ShowOptions, before: str) -> Printer:
     if show.colorize:
         return ConfidencePrinter()
     if terminal and show.highlight:
-        return HighlightPrinter(_lexer(show.language), before)
+        return HighlightPrinter(show.lexer(), before)
     return PlainPrinter(terminal)
-
-
-def _lexer(language: str | None) -> Lexer:
-    try:
-        # The lexer must see the text as it is, so that positions keep their meaning.
-        return pygments.lexers.get_lexer_by_name(language or "python", ensurenl=False)
-    except ClassNotFound:
-        raise BadRequestError(
-            f"--language is {language!r} (expected a name that Pygments knows, as python)"
-        ) from None

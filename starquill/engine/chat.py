@@ -20,12 +20,34 @@ Message = Mapping[str, str]
 # template as data; removed before encoding. Private-use characters, made longer until no
 # message contains them.
 _SHIELD, _LONGER = "\ue0f5", "\ue0f6"
+ROLES = ("user", "assistant", "system", "tool", "developer")
 # Headings that StarCoder2-Instruct writes when it goes on past its own answer.
 _HEADINGS = ("### Instruction", "### Response")
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """The first of `texts` that stands at a place; nothing for no texts."""
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    """Refuse what is no conversation; a role could spell a control token, so roles are known."""
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise BadRequestError(f"a message is {message!r:.60} (expected role and content)")
+        if message.get("role", ROLES[0]) not in ROLES:
+            raise BadRequestError(
+                f"a message's role is {message['role']!r:.60} (expected {', '.join(ROLES)})"
+            )
+        for text in message.values():
+            if not isinstance(text, str):
+                raise BadRequestError(
+                    f"message content is {type(text).__name__} (expected a string)"
+                )
 
 
 class ChatTemplate:
@@ -42,7 +64,12 @@ class ChatTemplate:
         self._environment = environment
         names = [tokenizer.added[i] for i in tokenizer.special_ids]
         by_length = sorted(names, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+        self._special = _any_of(by_length)
+        # A message that ends in half a token must not grow together with the next one.
+        halves = {name[:length] for name in names for length in range(1, len(name))}
+        longest_first = sorted(halves, key=len, reverse=True)
+        ending = rf"(?:{_any_of(longest_first).pattern})(?=\s*\Z)"
+        self._breakable = re.compile(f"{self._special.pattern}|{ending}")
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -63,12 +90,8 @@ class ChatTemplate:
         Special-token strings inside messages are data. Raises BadRequestError with the
         template's own words for a conversation that it refuses.
         """
+        _check_messages(messages)
         texts = [text for message in messages for text in message.values()]
-        for text in texts:
-            if not isinstance(text, str):
-                raise BadRequestError(
-                    f"message content is {type(text).__name__} (expected a string)"
-                )
         shield = _SHIELD
         while any(shield in text for text in texts):
             shield += _LONGER
@@ -84,7 +107,7 @@ class ChatTemplate:
         return self._encode_rendered(text, shield)
 
     def _shield(self, text: str, shield: str) -> str:
-        return self._special.sub(lambda m: m[0][:1] + shield + m[0][1:], text)
+        return self._breakable.sub(lambda m: m[0][:1] + shield + m[0][1:], text)
 
     def _encode_rendered(self, text: str, shield: str) -> list[int]:
         ids: list[int] = []

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from starquill.checkpoint.tokenizer import FimTokens, Tokenizer
 from starquill.engine.loaded import LoadedModel
+from starquill.engine.params import check_params
 from starquill.engine.prompts import new_request_id
-from starquill.engine.sampling import check_params
 from starquill.errors import CapacityError, UnsupportedError
 from starquill.types import GenerateRequest, SamplingParams
 

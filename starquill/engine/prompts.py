@@ -9,7 +9,7 @@ from dataclasses import replace
 from starquill.engine.chat import Message
 from starquill.engine.healing import split_for_healing
 from starquill.engine.loaded import LoadedModel
-from starquill.engine.sampling import check_params
+from starquill.engine.params import check_params
 from starquill.errors import BadRequestError, UnsupportedError
 from starquill.types import GenerateRequest, SamplingParams
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from starquill.checkpoint.tokenizer import Tokenizer
 from starquill.engine.healing import HealingVocabulary
 from starquill.engine.loaded import LoadedModel
-from starquill.engine.sampling import Sampler, check_params, logprobs
+from starquill.engine.params import check_params
+from starquill.engine.sampling import Sampler, logprobs
 from starquill.engine.stopping import TextStream
 from starquill.errors import BadRequestError, CapacityError, listing
 from starquill.types import Delta, FinishReason, GenerateRequest

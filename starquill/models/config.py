@@ -12,7 +12,8 @@ from starquill.nn.rope import RopeConfig, yarn_attention_factor
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 _REQUIRED: Any = object()
 # Larger than any model's sizes; a damaged number must not make us build something endless.
-MOST, MOST_LAYERS = 2**31 - 1, 10_000
+MOST, MOST_LAYERS, MOST_POSITIONS = 2**24, 10_000, 2**31 - 1
+MOST_ROPE = 1e6
 
 Value = TypeVar("Value")
 
@@ -28,6 +29,7 @@ class ConfigReader:
         self.raw = raw
         self.name = name
         self.problems: list[str] = []
+        self.wrong: set[str] = set()
         self.unsupported: list[str] = []
 
     def _take(self, key: str, default: Any, expected: str, placeholder: Value) -> Any:
@@ -36,6 +38,7 @@ class ConfigReader:
             return value
         if default is _REQUIRED:
             self.problems.append(f"{key} is missing (expected {expected})")
+            self.wrong.add(key)
             return placeholder
         return default
 
@@ -62,6 +65,7 @@ class ConfigReader:
             return self._wrong(key, value, expected, 1.0)
 
     def _wrong(self, key: str, value: object, expected: str, placeholder: Value) -> Value:
+        self.wrong.add(key)
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         self.problems.append(f"{key} is {shown} (expected {expected})")
@@ -84,8 +88,9 @@ class ConfigReader:
             return known[0]
         return value
 
-    def require(self, holds: bool, problem: str) -> None:
-        if not holds:
+    def require(self, holds: bool, problem: str, *keys: str) -> None:
+        """Note `problem` unless it `holds`, or one of the `keys` it is about is wrong anyway."""
+        if not holds and not self.wrong.intersection(keys):
             self.problems.append(problem)
 
     def finish(self) -> None:
@@ -111,6 +116,8 @@ def read_rope(reader: ConfigReader, head_dim: int, context: int) -> RopeConfig:
     if rope.positive_float("partial_rotary_factor", 1.0) != 1.0:
         rope.unsupported.append("partial_rotary_factor other than 1")
     scaling = _read_scaling(rope, kind, context, reader) if kind != "default" else {}
+    too_small = kind == "dynamic" and head_dim <= 2
+    reader.require(not too_small, f"head_dim {head_dim} is too small for dynamic rope", "head_dim")
     reader.problems.extend(rope.problems)
     reader.unsupported.extend(rope.unsupported)
     return RopeConfig(theta=theta, head_dim=head_dim, type=kind, **scaling)  # type: ignore[arg-type]
@@ -121,12 +128,16 @@ def _read_scaling(
 ) -> dict[str, Any]:
     """The keys that one scaling type uses. `context` is `max_position_embeddings`."""
     if kind == "linear":
-        return {"factor": rope.positive_float("factor")}
+        return {"factor": _bounded(rope, "factor")}
     if kind == "dynamic":
-        return {"factor": rope.positive_float("factor"), "original_context": context}
+        factor = _bounded(rope, "factor")
+        rope.require(factor >= 1, f"factor is {factor} (expected 1 or more)", "factor")
+        return {"factor": factor, "original_context": context}
     original = model.positive_int("original_max_position_embeddings", None)
     original = original or rope.positive_int("original_max_position_embeddings", context)
-    factor = rope.positive_float("factor", context / original)
+    theta = rope.raw["rope_theta"]
+    rope.require(theta != 1, "rope_theta is 1, which leaves yarn nothing to scale", "rope_theta")
+    factor = _bounded(rope, "factor", context / original)
     mscale = rope.positive_float("mscale", None) or 0.0
     mscale_all_dim = rope.positive_float("mscale_all_dim", None) or 0.0
     attention = yarn_attention_factor(factor, mscale, mscale_all_dim)
@@ -134,7 +145,17 @@ def _read_scaling(
         "factor": factor,
         "original_context": original,
         "attention_factor": rope.positive_float("attention_factor", attention),
-        "beta_fast": rope.positive_float("beta_fast", 32.0),
-        "beta_slow": rope.positive_float("beta_slow", 1.0),
+        "beta_fast": _bounded(rope, "beta_fast", 32.0),
+        "beta_slow": _bounded(rope, "beta_slow", 1.0),
         "truncate": rope.boolean("truncate", True),
     }
+
+
+def _bounded(rope: ConfigReader, key: str, default: Any = _REQUIRED) -> float:
+    value = rope.positive_float(key, default)
+    rope.require(
+        1 / MOST_ROPE <= value <= MOST_ROPE,
+        f"{key} is {value} (expected at most {MOST_ROPE:g} and no less than its inverse)",
+        key,
+    )
+    return value

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from starquill.models.config import MOST_LAYERS, ConfigReader, read_rope
+from starquill.models.config import MOST, MOST_LAYERS, MOST_POSITIONS, ConfigReader, read_rope
 from starquill.models.spec import ArchSpec, StepBatch
 from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.attention import attend
@@ -53,16 +53,26 @@ class Starcoder2Config:
             reader.require(
                 hidden % heads == 0,
                 f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
+                "hidden_size",
+                "num_attention_heads",
             )
             head_dim = hidden // heads
         reader.require(
             heads % kv_heads == 0,
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
+            "num_attention_heads",
+            "num_key_value_heads",
         )
-        reader.require(head_dim % 2 == 0, f"head_dim {head_dim} is odd; rotary pairs dimensions")
+        reader.require(
+            head_dim % 2 == 0, f"head_dim {head_dim} is odd; rotary pairs dimensions", "head_dim"
+        )
+        reader.require(
+            heads * head_dim <= MOST,
+            f"num_attention_heads {heads} times head_dim {head_dim} is more than {MOST}",
+        )
         reader.choice("norm_type", ("layer_norm",), "layer_norm")
         reader.choice("mlp_type", ("default",), "default")
-        context = reader.positive_int("max_position_embeddings")
+        context = reader.positive_int("max_position_embeddings", most=MOST_POSITIONS)
         config = cls(
             vocab_size=reader.positive_int("vocab_size"),
             hidden_size=hidden,
@@ -75,7 +85,7 @@ class Starcoder2Config:
             norm_epsilon=reader.positive_float("norm_epsilon", 1e-5),
             use_bias=reader.boolean("use_bias", True),
             max_position_embeddings=context,
-            sliding_window=reader.positive_int("sliding_window", None),
+            sliding_window=reader.positive_int("sliding_window", None, MOST_POSITIONS),
             tie_word_embeddings=reader.optional_boolean("tie_word_embeddings"),
             rope=read_rope(reader, head_dim, context),
         )

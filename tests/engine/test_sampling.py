@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from starquill.engine.sampling import Sampler, check_params, logprobs
+from starquill.engine.params import check_params
+from starquill.engine.sampling import Sampler, logprobs
 from starquill.errors import BadRequestError
 from starquill.types import SamplingParams
 
@@ -347,7 +348,13 @@ any_params = st.builds(
 )
 
 
+BIG_BIAS = SamplingParams(temperature=1.0, repetition_penalty=0.01, logit_bias={0: 3e38})
+BIG_BAN = SamplingParams(temperature=1.0, repetition_penalty=100, logit_bias={0: -3e38})
+
+
 @given(any_params, st.sets(st.integers(0, VOCAB - 1), min_size=1) | st.none(), st.integers(0, 3))
+@example(BIG_BIAS, None, 0)
+@example(BIG_BAN, {0}, 0)
 @settings(deadline=None, derandomize=True, max_examples=300)
 def test_what_check_params_accepts_can_be_sampled(
     params: SamplingParams, allowed: set[int] | None, seed: int
