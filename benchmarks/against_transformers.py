@@ -88,7 +88,8 @@ class Ours:
         Runner(self.model, prefill_chunk=len(ids)).prefill(0, ids, len(ids))
 
     def generate(self, ids: list[int], tokens: int) -> None:
-        written = list(Engine(self.model).generate(ids, SamplingParams(max_tokens=tokens)))
+        engine = Engine(self.model, prefill_chunk=len(ids))
+        written = list(engine.generate(ids, SamplingParams(max_tokens=tokens)))
         assert len(written) == tokens, "the random model ended early; use another seed"
 
 

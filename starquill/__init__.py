@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from starquill.errors import (
-    AdapterError,
     BadRequestError,
     CapacityError,
     CheckpointError,
@@ -14,18 +13,16 @@ from starquill.errors import (
     StarquillError,
     UnsupportedError,
 )
-from starquill.types import Delta, GenerateRequest, SamplingParams
+from starquill.types import ContextFile, Delta, GenerateRequest, Hole, SamplingParams
 
 if TYPE_CHECKING:
     from starquill.engine.engine import Engine
-    from starquill.engine.fim import ContextFile, Hole
     from starquill.engine.loaded import LoadedModel
     from starquill.loading import load
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdapterError",
     "BadRequestError",
     "CapacityError",
     "CheckpointError",
@@ -45,9 +42,7 @@ __all__ = [
 # These need torch, which takes a second to import: fetched at first use, so that
 # `starquill --help` answers at once.
 _LAZY = {
-    "ContextFile": "starquill.engine.fim",
     "Engine": "starquill.engine.engine",
-    "Hole": "starquill.engine.fim",
     "LoadedModel": "starquill.engine.loaded",
     "load": "starquill.loading",
 }

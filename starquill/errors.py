@@ -1,8 +1,8 @@
 """The errors that starquill raises on purpose.
 
 Each carries one line for the user: what was found, what was expected, what to do. The command
-line prints that line and exits with 2; anything else that escapes is our own fault and exits
-with 1.
+line prints that line and exits with 2, as it does for the system's errors (a full disk, no
+memory); anything else that escapes is our own fault and exits with 1.
 """
 
 from __future__ import annotations
@@ -25,10 +25,6 @@ class CheckpointError(StarquillError):
 
 class UnsupportedError(StarquillError):
     """The files are sound, but ask for something that starquill does not implement."""
-
-
-class AdapterError(StarquillError):
-    """An adapter does not fit the model it was asked to act on."""
 
 
 class CapacityError(StarquillError):

@@ -16,8 +16,8 @@ class SamplingParams:
     Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch their filter off.
     `repetition_penalty` divides the logits of tokens seen in prompt or output (CTRL, arXiv
     1909.05858); `presence_penalty` and `frequency_penalty` are OpenAI's, over the output alone.
-    `logprobs` None reports nothing, n reports the chosen token and the n likeliest. Empty stop
-    strings are ignored.
+    `logprobs` None reports nothing, n reports the chosen token and the n likeliest. `stop` may
+    be given as one string or a list; empty strings in it are ignored.
     """
 
     max_tokens: int = 128
@@ -32,6 +32,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if isinstance(stop, list):
+            stop = tuple(stop)
+        object.__setattr__(self, "stop", stop)
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,28 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
+class ContextFile:
+    """Another file of the repository, shown to the model in front of the one being filled."""
+
+    path: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A place to fill: the code before and after it, and what else the model may see.
+
+    `path` and `repo_name` are written only when `context` files are.
+    """
+
+    prefix: str
+    suffix: str
+    context: tuple[ContextFile, ...] = ()
+    path: str = "main.py"
+    repo_name: str = "repository"
+
+
+@dataclass(frozen=True)
 class TokenLogprob:
     """Natural-log probability of a token under the model's unmodified distribution."""
 
@@ -77,7 +105,8 @@ class Delta:
 
     `text` may be empty (half a character, text that may turn into a stop string, a control
     token) and may hold text withheld by earlier steps. The last delta of a request has a
-    `finish_reason`; its `token_id` is None when no token was sampled for it.
+    `finish_reason`; its `token_id` is None when no token was sampled for it. `is_prompt` marks
+    tokens that only spell a healed prompt's end again.
     """
 
     id: str
@@ -85,6 +114,7 @@ class Delta:
     text: str
     logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
+    is_prompt: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,31 +24,20 @@ import torch
 from tiny_corpus import Document, read_documents
 
 from starquill.engine.engine import Engine
-from starquill.engine.fim import Hole
 from starquill.engine.loaded import LoadedModel
+from starquill.engine.runner import Runner
 from starquill.loading import load
-from starquill.models.spec import StepBatch
-from starquill.nn.cache import KvCache
-from starquill.types import SamplingParams
+from starquill.types import Hole, SamplingParams
 
 WINDOW, STRIDE = 4096, 2048
-PREFILL = 512
 
 
-@torch.inference_mode()
 def nats_of(loaded: LoadedModel, ids: list[int]) -> list[float]:
     """-log p of every token of `ids` after the first."""
-    cache = KvCache(loaded.config.cache_shape(1), loaded.dtype)
-    slot, span = torch.tensor([0]), torch.tensor([len(ids)])
     nats: list[float] = []
-    for start in range(0, len(ids) - 1, PREFILL):
-        piece = torch.tensor([ids[start : start + PREFILL]])
-        positions = cache.lens[:, None] + torch.arange(piece.shape[1])
-        batch = StepBatch(piece, positions, slot, span, cache)
-        logits = loaded.model.logits(loaded.model.hidden(batch))[0].log_softmax(-1)
-        cache.lens += piece.shape[1]
-        targets = torch.tensor(ids[start + 1 : start + PREFILL + 1])
-        nats += (-logits[torch.arange(len(targets)), targets]).tolist()
+    for logits in Runner(loaded).score(0, ids[:-1], len(ids)):
+        targets = torch.tensor(ids[len(nats) + 1 : len(nats) + 1 + len(logits)])
+        nats += (-logits.log_softmax(-1).gather(1, targets[:, None]))[:, 0].tolist()
     return nats
 
 

@@ -54,6 +54,7 @@ class TrainSettings:
     out: Path
     snapshot: Path
     minutes: float = 90.0
+    steps: int | None = None
     seed: int = 22
     threads: int = 2
     micro_rows: int = 4
@@ -115,9 +116,14 @@ class Trainer:
             group["peak"] = group["lr"]
         return muon, adam
 
+    def gone(self) -> float:
+        """Share of the budget that is used up: of the steps if they are set, else of the time."""
+        s, p = self.settings, self.progress
+        return p.elapsed / (60 * s.minutes) if s.steps is None else p.step / s.steps
+
     def rate(self) -> float:
         """Share of the peak learning rate that applies now: warm up, hold, fall to zero."""
-        s, gone = self.settings, self.progress.elapsed / (60 * self.settings.minutes)
+        s, gone = self.settings, self.gone()
         return max(0.0, min(1.0, (gone + 1e-4) / s.warmup, (1 - gone) / (1 - s.stable)))
 
     def loss(self, rows: np.ndarray) -> Tensor:
@@ -191,7 +197,7 @@ class Trainer:
         begun = time.monotonic() - p.elapsed
         last = dict.fromkeys(due, p.elapsed)
         losses: list[float] = []
-        while p.elapsed < 60 * s.minutes:
+        while self.gone() < 1:
             losses.append(self.step())
             p.elapsed = time.monotonic() - begun
             ready = {name for name, every in due.items() if p.elapsed - last[name] >= every}
@@ -292,6 +298,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/tiny"), help="work folder")
     parser.add_argument("--out", type=Path, help="where the model goes [WORK/out]")
     parser.add_argument("--minutes", type=float, default=90.0, help="training time [90]")
+    parser.add_argument("--steps", type=int, help="train for so many steps instead of a time")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads [2]")
     parser.add_argument("--resume", action="store_true", help="go on from WORK/checkpoint.pt")
     options = parser.parse_args()
@@ -309,7 +316,12 @@ def main() -> None:
             build_rows(work / f"{name}.jsonl", tokenizer, work / f"{name}.npy", samples)
     if "train" in wanted:
         settings = TrainSettings(
-            work, out, work / "snapshot", minutes=options.minutes, threads=options.threads
+            work,
+            out,
+            work / "snapshot",
+            minutes=options.minutes,
+            steps=options.steps,
+            threads=options.threads,
         )
         trainer = Trainer(settings, samples)
         if options.resume:

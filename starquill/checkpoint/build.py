@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from starquill.checkpoint.memory import check_memory
 from starquill.checkpoint.source import WeightSource
 from starquill.errors import CheckpointError, NumericsError, listing
 from starquill.models.spec import ArchSpec, ModelConfig
@@ -47,12 +49,14 @@ def build(
     """
     model = spec.Model(config)
     expected = expected_tensors(model)
-    names = _renamed(spec, source)
+    names = renamed(spec, source)
     head, embedding = f"{spec.head}.weight", f"{spec.embedding}.weight"
     warnings = list(_head_warnings(config, head in names, head))
     if head not in names:
         del expected[head]
-    _check(expected, names, source)
+    if problems := tensor_problems(expected, names, source):
+        raise CheckpointError(f"the weights do not fit config.json: {problems}")
+    check_memory(sum(math.prod(shape) for shape in expected.values()) * dtype.itemsize)
     for ours, theirs in names.items():
         _assign(model, ours, source.read(theirs), dtype)
     own_head = head in names and not _same_tensor(model, spec)
@@ -67,7 +71,7 @@ def build(
     return BuiltModel(model.eval(), tuple(warnings))
 
 
-def _renamed(spec: ArchSpec, source: WeightSource) -> dict[str, str]:
+def renamed(spec: ArchSpec, source: WeightSource) -> dict[str, str]:
     """Our name -> the checkpoint's name."""
     names: dict[str, str] = {}
     for theirs in source.infos:
@@ -88,9 +92,10 @@ def _head_warnings(config: ModelConfig, has_head: bool, head: str) -> Iterator[s
         )
 
 
-def _check(
+def tensor_problems(
     expected: dict[str, tuple[int, ...]], names: dict[str, str], source: WeightSource
-) -> None:
+) -> str:
+    """All that is wrong with the tensors of `source`, in one line; empty if nothing is."""
     problems = []
     if missing := sorted(expected.keys() - names.keys()):
         problems.append(f"missing tensors: {listing(missing)}")
@@ -107,8 +112,7 @@ def _check(
     odd = [f"{name} {i.dtype}" for name, i in sorted(infos.items()) if i.dtype not in _READABLE]
     if odd:
         problems.append(f"unreadable dtypes: {listing(odd)} (expected {', '.join(_READABLE)})")
-    if problems:
-        raise CheckpointError(f"the weights do not fit config.json: {'; '.join(problems)}")
+    return "; ".join(problems)
 
 
 def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> None:

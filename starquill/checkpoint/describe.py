@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from starquill.checkpoint.build import expected_tensors
+from starquill.checkpoint.build import expected_tensors, renamed, tensor_problems
 from starquill.checkpoint.files import read_json, read_json_if_there
 from starquill.checkpoint.hub import locate
 from starquill.checkpoint.source import TensorInfo, open_source
@@ -42,18 +42,26 @@ class ModelFacts:
 
 
 def describe(model: str | Path, revision: str | None = None) -> ModelFacts:
-    """Read the facts of a model; the same errors as `starquill.load` for broken files."""
+    """Read the facts of a model.
+
+    Files that cannot be read are errors, as in `starquill.load`; tensors that do not fit the
+    config are told in `warnings`.
+    """
     files = locate(model, revision)
     raw = read_json(files.folder / "config.json")
     spec = architecture(raw)
     config = spec.read_config(raw)
-    infos = open_source(files).infos
+    source = open_source(files)
+    infos = source.infos
     tokenizer = load_tokenizer(files.folder)
     generation = read_json_if_there(files.folder / "generation_config.json")
     ends, warnings = end_tokens((raw, generation), tokenizer, config.vocab_size)
     expected = expected_tensors(spec.Model(config))
-    if f"{spec.head}.weight" not in infos:
+    names = renamed(spec, source)
+    if f"{spec.head}.weight" not in names:
         del expected[f"{spec.head}.weight"]
+    if problems := tensor_problems(expected, names, source):
+        warnings.append(f"cannot be loaded: {problems}")
     special = {tokenizer.added[i]: i for i in sorted(tokenizer.special_ids)} if tokenizer else {}
     return ModelFacts(
         name=str(model),
@@ -90,7 +98,9 @@ def _part(spec: ArchSpec, name: str) -> str:
         return "head"
     if ".self_attn." in name:
         return "attention"
-    return "mlp" if ".mlp." in name else "norms"
+    if ".mlp." in name:
+        return "mlp"
+    return "norms" if "norm." in name else "other"
 
 
 def _quantization(raw: dict[str, Any]) -> str | None:

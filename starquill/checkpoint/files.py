@@ -40,6 +40,14 @@ def read_checkpoint_text(path: Path) -> str:
         raise CheckpointError(f"{path} is not UTF-8 (byte {error.start})") from None
 
 
+def exists(path: Path) -> bool:
+    """Whether there is such a file; False for a name that no file can have."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def read_json_if_there(path: Path) -> dict[str, Any]:
     """Like `read_json`, and an empty object where there is no such file."""
     return read_json(path) if path.exists() else {}

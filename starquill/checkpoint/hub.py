@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from starquill.checkpoint.files import exists
 from starquill.errors import BadRequestError, CheckpointError, UnsupportedError
 
 EMBEDDED_MODEL = "default"
@@ -39,9 +40,9 @@ def locate(model: str | Path, revision: str | None = None) -> ModelFiles:
     if model == EMBEDDED_MODEL:
         return ModelFiles(embedded_model())
     path = _expanded(model)
-    if _exists(path) and path.is_dir():
+    if exists(path) and path.is_dir():
         return ModelFiles(path)
-    if _exists(path) and path.is_file():
+    if exists(path) and path.is_file():
         return _single_file(path)
     raise CheckpointError(
         f"no model at {str(model)!r}: expected {EMBEDDED_MODEL!r}, a folder, a .safetensors file, "
@@ -56,16 +57,9 @@ def _expanded(model: str | Path) -> Path:
         return Path(model)
 
 
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name that no file can have
-        return False
-
-
 def _as_hub_id(model: str | Path) -> str | None:
     """`model` if it looks like `owner/name` and nothing here has that path."""
-    if not isinstance(model, str) or _exists(_expanded(model)):
+    if not isinstance(model, str) or exists(_expanded(model)):
         return None
     return model if _HUB_ID.fullmatch(model) else None
 

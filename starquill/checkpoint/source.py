@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from starquill.checkpoint.files import read_json
+from starquill.checkpoint.files import exists, read_json
 from starquill.checkpoint.hub import PICKLE_REFUSED, ModelFiles
 from starquill.errors import CheckpointError, UnsupportedError, listing
 
@@ -190,19 +190,12 @@ def _indexed(folder: Path) -> dict[str, Path]:
             f"{listing(sorted(set(wrong)))}"
         )
     files = sorted(set(weight_map.values()))
-    missing = [name for name in files if not _exists(folder / name)]
+    missing = [name for name in files if not exists(folder / name)]
     if missing:
         raise CheckpointError(
             f"{folder} lacks shards that {INDEX} names: {listing(missing)}; download it again"
         )
     return {name: folder / file for name, file in weight_map.items()}
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
 
 
 def _is_plain_name(file: object) -> bool:

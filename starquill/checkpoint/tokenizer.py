@@ -79,10 +79,10 @@ class Tokenizer:
             for token in added
             if token.get("special") or self._is_control(token["content"])
         )
-        plain = [token for token in added if token["id"] not in self.special_ids]
-        self._data = tokenizers.Tokenizer.from_str(
-            json.dumps({**definition, "added_tokens": plain})
-        )
+        marked = [{**token, "special": token["id"] in self.special_ids} for token in added]
+        as_data = {**definition, "added_tokens": marked}
+        self._data = tokenizers.Tokenizer.from_str(json.dumps(as_data))
+        self._data.encode_special_tokens = True  # that is: as text
         for encoder in (self._control, self._data):
             encoder.no_truncation()
             encoder.no_padding()

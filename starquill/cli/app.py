@@ -19,6 +19,7 @@ from starquill.cli.inspect import inspect
 from starquill.errors import printable
 
 USER_ERROR, OUR_ERROR = 2, 1
+OUT_OF_MEMORY = "out of memory; use a smaller model, --dtype bfloat16, or fewer other programs"
 
 app = typer.Typer(
     name="starquill",
@@ -56,8 +57,12 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0, 2 for the user's mistakes, 1 for ours, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
     if sys.stdout is None:
         return _fail("standard output is closed", USER_ERROR)
+    if sys.stderr is None:
+        sys.stderr = io.StringIO()  # print(file=None) would write to standard output
     _write_utf8()
     logging.basicConfig(format="warning: %(message)s", level=logging.WARNING)
     try:
@@ -73,9 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if "--debug" in arguments:
+        message, code = _explained(error)
+        if debug and code == OUR_ERROR:
             traceback.print_exc()
-        return _fail(*_explained(error))
+        return _fail(message, code)
 
 
 def _explained(error: Exception) -> tuple[str, int]:
@@ -86,7 +92,9 @@ def _explained(error: Exception) -> tuple[str, int]:
         case StarquillError():
             return str(error), USER_ERROR
         case MemoryError():
-            return "out of memory; use a smaller model or dtype", USER_ERROR
+            return OUT_OF_MEMORY, USER_ERROR
+        case RuntimeError() if "allocate memory" in str(error):  # torch's way of saying it
+            return OUT_OF_MEMORY, USER_ERROR
         case OSError():
             place = f"{error.filename}: " if error.filename else ""
             return f"{place}{error.strerror or error}", USER_ERROR

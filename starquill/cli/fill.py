@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,20 +14,22 @@ from starquill.checkpoint.files import read_text, write_atomically
 from starquill.cli.generate import read_prompt
 from starquill.cli.options import ModelOptions, SamplingOptions, ShowOptions, expand_options
 from starquill.errors import BadRequestError
-
-if TYPE_CHECKING:
-    from starquill.engine.fim import Hole
+from starquill.types import ContextFile, Hole
 
 MARKER = "<fill>"
 
 
 @dataclass(frozen=True)
 class Place:
-    """The text on both sides of the hole, and the file it is in, if it is in one."""
+    """The text on both sides of the hole, and the file it is in, if it is in one.
+
+    `marker` is what stands in the hole now.
+    """
 
     prefix: str
     suffix: str
     file: Path | None = None
+    marker: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,27 +75,41 @@ def fill(
     show: ShowOptions = ShowOptions(),
 ) -> int:
     """Write the missing middle of a file or prompt."""
-    params, _ = sampling.params(), show.lexer()
+    params = sampling.params()
+    show.check()
     place = find_place(file, where)
     if in_place and place.file is None:
         raise BadRequestError("--in-place needs FILE: there is no file to write into")
-    hole_in = [(path, read_text(path)) for path in context or ()]
+    files = [(path, read_text(path)) for path in context or ()]
     from starquill.cli.run import load_model, run
     from starquill.engine.fim import fill_request
 
     loaded = load_model(model)
-    request, trimmed = fill_request(loaded, _hole(place, hole_in, repo_name), params)
+    request, trimmed = fill_request(loaded, _hole(place, files, repo_name), params)
     if trimmed:
         print(f"warning: left out to fit the context: {trimmed}", file=sys.stderr)
     outcome = run(loaded, request, show, before=place.prefix, reader_may_leave=in_place)
-    if in_place and place.file is not None:
-        if outcome.exit_code:
-            print(f"warning: interrupted; {place.file} is unchanged", file=sys.stderr)
-        else:
-            middle = _with_line_endings_of(place.prefix + place.suffix, outcome.text)
-            filled = place.prefix + middle + place.suffix
-            write_atomically(place.file, filled.encode())
+    if in_place and outcome.exit_code:
+        print(f"warning: interrupted; {place.file} is unchanged", file=sys.stderr)
+    elif in_place:
+        _write_in_place(place, outcome.text)
+        if outcome.finish_reason == "length":
+            print(
+                f"warning: {place.file} may be incomplete: --max-tokens was reached",
+                file=sys.stderr,
+            )
     return outcome.exit_code
+
+
+def _write_in_place(place: Place, text: str) -> None:
+    """Put the middle into the file, unless someone has edited it in the meantime."""
+    assert place.file is not None
+    if read_text(place.file) != place.prefix + place.marker + place.suffix:
+        raise BadRequestError(
+            f"{place.file} was changed while the middle was written; it is left as it is"
+        )
+    middle = _with_line_endings_of(place.prefix + place.suffix, text)
+    write_atomically(place.file, (place.prefix + middle + place.suffix).encode())
 
 
 def _with_line_endings_of(file_text: str, middle: str) -> str:
@@ -113,9 +129,9 @@ def find_place(file: Path | None, where: PlaceOptions) -> Place:
         )
     if file is not None:
         text = read_text(file)
-        return Place(
-            *(_marked(text, file) if where.at is None else _at(text, where.at, file)), file
-        )
+        if where.at is None:
+            return Place(*_marked(text, file), file, MARKER)
+        return Place(*_at(text, where.at, file), file)
     if where.at is not None:
         raise BadRequestError("--at needs FILE")
     if files:
@@ -156,8 +172,6 @@ def _at(text: str, at: str, file: Path) -> tuple[str, str]:
 
 
 def _hole(place: Place, context: list[tuple[Path, str]], repo_name: str | None) -> Hole:
-    from starquill.engine.fim import ContextFile, Hole
-
     root = _repository_root(place.file or Path.cwd() / "main.py")
     files = tuple(ContextFile(_relative(path, root), code) for path, code in context)
     path = "main.py" if place.file is None else _relative(place.file, root)

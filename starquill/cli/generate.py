@@ -50,7 +50,8 @@ def generate(
     show: ShowOptions = ShowOptions(),
 ) -> int:
     """Complete code at the end of a prompt, streaming it as it is written."""
-    params, _ = sampling.params(), show.lexer()
+    params = sampling.params()
+    show.check()
     text = read_prompt(prompt)
     # torch takes a second to import; mistakes in options are told before that.
     from starquill.cli.run import load_model, run

@@ -147,6 +147,10 @@ class ShowOptions:
     stats: Annotated[bool, _option("Print speed and memory at the end.", "--stats")] = False
     json: Annotated[bool, _option("Print one JSON object instead of text.", "--json")] = False
 
+    def check(self) -> None:
+        """Refuse what cannot be shown, before anything is computed."""
+        self.lexer()
+
     def lexer(self) -> Lexer:
         """The lexer for `language`; BadRequestError for one that Pygments does not know."""
         try:

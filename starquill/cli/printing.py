@@ -15,6 +15,7 @@ from rich.syntax import Syntax, SyntaxTheme
 from starquill.cli.options import ShowOptions
 from starquill.types import Delta
 
+_LINES_BEFORE = 100
 # Control characters would be obeyed by the terminal: show Unicode's pictures of them instead.
 _VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | {127: 0x2421}
 _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
@@ -62,8 +63,9 @@ class HighlightPrinter:
         """`before` is the code that the text continues; the lexer needs it, it is not shown."""
         self._colors = _terminal_colors(Console())
         self._lexer = lexer
-        self._code = before
-        self._shown = len(before)
+        # Enough for the lexer to know where it is, and little enough to lex at every token.
+        self._code = "".join(before.splitlines(keepends=True)[-_LINES_BEFORE:])
+        self._shown = len(self._code)
         self._theme: SyntaxTheme = Syntax.get_theme("ansi_dark")
 
     def write(self, delta: Delta) -> None:

@@ -107,7 +107,7 @@ def as_json(outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
     stats = outcome.stats
     tokens = []
     for delta in outcome.deltas:
-        if delta.token_id is None:
+        if delta.token_id is None or delta.is_prompt:
             continue
         token: dict[str, Any] = {
             "id": delta.token_id,
@@ -152,7 +152,7 @@ def describe_stats(outcome: Outcome) -> str:
 
 def _print_logprobs(outcome: Outcome, tokenizer: Tokenizer | None) -> None:
     for delta in outcome.deltas:
-        if delta.token_id is None or delta.logprobs is None:
+        if delta.token_id is None or delta.logprobs is None or delta.is_prompt:
             continue
         others = "  ".join(
             f"{_token_text(tokenizer, t.token_id)!r} {t.logprob:.3f}" for t in delta.logprobs.top

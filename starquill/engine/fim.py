@@ -14,29 +14,7 @@ from starquill.engine.loaded import LoadedModel
 from starquill.engine.params import check_params
 from starquill.engine.prompts import new_request_id
 from starquill.errors import CapacityError, UnsupportedError
-from starquill.types import GenerateRequest, SamplingParams
-
-
-@dataclass(frozen=True)
-class ContextFile:
-    """Another file of the repository, shown to the model in front of the one being filled."""
-
-    path: str
-    code: str
-
-
-@dataclass(frozen=True)
-class Hole:
-    """A place to fill: the code before and after it, and what else the model may see.
-
-    `path` and `repo_name` are written only when there are `context` files.
-    """
-
-    prefix: str
-    suffix: str
-    context: tuple[ContextFile, ...] = ()
-    path: str = "main.py"
-    repo_name: str = "repository"
+from starquill.types import GenerateRequest, Hole, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -76,49 +54,45 @@ def fill_request(
     if hole.context and (fim.file_sep is None or fim.repo_name is None):
         raise UnsupportedError(f"{loaded.name} has no repository tokens, so no context files")
     context_length = loaded.config.context_length
-    room = context_length - params.max_tokens
-    around, trimmed_prefix, trimmed_suffix = _around_hole(tokenizer, fim, hole, room)
-    if around is None:
+    room = context_length - params.max_tokens - 3  # the three fill tokens
+    if room < bool(hole.prefix or hole.suffix):
         raise CapacityError(
-            f"max_tokens {params.max_tokens} leaves {max(room, 0)} tokens of the context of "
+            f"max_tokens {params.max_tokens} leaves {max(room + 3, 0)} tokens of the context of "
             f"{context_length} for the code around the hole; ask for fewer tokens"
         )
-    front: list[int] = []
-    dropped: tuple[str, ...] = ()
-    if hole.context:
-        front, dropped = _repository(tokenizer, fim, hole, room - len(around))
-    request = GenerateRequest(new_request_id(), (*front, *around), params, stop_ids=fim.stops)
-    return request, Trimmed(trimmed_prefix, trimmed_suffix, dropped)
-
-
-def _around_hole(
-    tokenizer: Tokenizer, fim: FimTokens, hole: Hole, room: int
-) -> tuple[list[int] | None, int, int]:
-    """The hole's own ids within `room`, and how many prefix and suffix tokens were cut."""
-    path_line = f"{hole.path}\n" if hole.context else ""
-    before = tokenizer.encode(path_line + hole.prefix)
     after = tokenizer.encode(hole.suffix)
+    # A path is only written behind a repository: the model has seen no other form.
+    before = tokenizer.encode(f"{hole.path}\n{hole.prefix}") if hole.context else []
+    front, dropped = _repository(tokenizer, fim, hole, room - len(before) - len(after))
     cut_before = cut_after = 0
-    if len(before) + len(after) + 3 > room:
-        path_ids, before = tokenizer.encode(path_line), tokenizer.encode(hole.prefix)
-        shared = room - 3 - len(path_ids)
-        if shared < 1:
-            return None, 0, 0
-        # A quarter is the suffix's own; whoever needs less leaves the rest to the other.
-        kept_after = min(len(after), max(shared // 4, shared - len(before)))
-        kept_before = min(len(before), shared - kept_after)
+    if not front:
+        before = tokenizer.encode(hole.prefix)
+        kept_before, kept_after = _shares(len(before), len(after), room)
         cut_before, cut_after = len(before) - kept_before, len(after) - kept_after
-        before = path_ids + before[cut_before:]
-        after = after[:kept_after]
-    return [fim.prefix, *before, fim.suffix, *after, fim.middle], cut_before, cut_after
+        before, after = before[cut_before:], after[:kept_after]
+    ids = (*front, fim.prefix, *before, fim.suffix, *after, fim.middle)
+    request = GenerateRequest(new_request_id(), ids, params, stop_ids=fim.stops)
+    return request, Trimmed(cut_before, cut_after, dropped)
+
+
+def _shares(before: int, after: int, room: int) -> tuple[int, int]:
+    """How many tokens of prefix and suffix are kept when together they have `room`.
+
+    A quarter is the suffix's own; whoever needs less leaves the rest to the other.
+    """
+    kept_after = min(after, max(room // 4, room - before))
+    return min(before, room - kept_after), kept_after
 
 
 def _repository(
     tokenizer: Tokenizer, fim: FimTokens, hole: Hole, room: int
 ) -> tuple[list[int], tuple[str, ...]]:
-    """The repository's name and as many context files as fit, the last named kept longest."""
-    assert fim.repo_name is not None
-    assert fim.file_sep is not None
+    """The repository's name and as many context files as fit, the last named kept longest.
+
+    Nothing if none fits; and the paths of those that do not.
+    """
+    if fim.repo_name is None or fim.file_sep is None:
+        return [], ()
     name = [fim.repo_name, *tokenizer.encode(hole.repo_name)]
     room -= len(name) + 1
     kept: list[list[int]] = []

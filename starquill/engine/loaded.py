@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from starquill.checkpoint.tokenizer import FimTokens, Tokenizer
 from starquill.engine.chat import ChatTemplate
+from starquill.engine.healing import HealingVocabulary
 from starquill.errors import UnsupportedError
 from starquill.models.spec import ArchSpec, ModelConfig
 
@@ -33,6 +35,11 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def healing(self) -> HealingVocabulary:
+        """The tokens by their bytes; made at first use."""
+        return HealingVocabulary(self.require_tokenizer())
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer, or UnsupportedError for a checkpoint that came without one."""

@@ -42,7 +42,10 @@ def plain_request(
             raise BadRequestError("the prompt is empty, and the model has no token to start from")
         ids = [start]
     ids, healed = split_for_healing(tokenizer, ids) if heal else (ids, b"")
-    return GenerateRequest(new_request_id(), tuple(ids), params, heal=healed)
+    # A fill-in-the-middle prompt written by hand ends as one of ours does.
+    fim = tokenizer.fim
+    stops = fim.stops if fim is not None and fim.middle in ids else frozenset()
+    return GenerateRequest(new_request_id(), tuple(ids), params, heal=healed, stop_ids=stops)
 
 
 def chat_request(

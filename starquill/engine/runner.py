@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,13 @@ class Runner:
             chunk = torch.tensor([ids[start : start + self.prefill_chunk]])
             hidden = self._step(chunk, torch.tensor([slot]), torch.tensor([span]))
         return self._logits(hidden[:, -1])[0]
+
+    def score(self, slot: int, ids: Sequence[int], span: int) -> Iterator[Tensor]:
+        """Append `ids` to a slot; logits `[t, V]` after each of them, chunk by chunk."""
+        for start in range(0, len(ids), self.prefill_chunk):
+            chunk = torch.tensor([ids[start : start + self.prefill_chunk]])
+            hidden = self._step(chunk, torch.tensor([slot]), torch.tensor([span]))
+            yield self._logits(hidden)[0]
 
     def decode(self, slots: Sequence[int], ids: Sequence[int], spans: Sequence[int]) -> Tensor:
         """Append one token to each of `slots`; logits `[B, V]`."""

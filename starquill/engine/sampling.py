@@ -28,8 +28,13 @@ class Sampler:
         self._seen = set(prompt_ids) if params.repetition_penalty != 1 else set()
         self._counts: dict[int, int] = {}
 
-    def choose(self, logits: Tensor, allowed: list[int] | None = None) -> int:
-        """The next token from `logits` `[V]` float32 (left as it is), among `allowed` ids."""
+    def choose(
+        self, logits: Tensor, allowed: list[int] | None = None, is_output: bool = True
+    ) -> int:
+        """The next token from `logits` `[V]` float32 (left as it is), among `allowed` ids.
+
+        Presence and frequency penalties count it only if it `is_output`.
+        """
         params = self.params
         scores = self._penalized(logits)
         if allowed is not None:
@@ -46,7 +51,7 @@ class Sampler:
             token = int(torch.multinomial(probabilities, 1, generator=self._generator))
         if params.repetition_penalty != 1:
             self._seen.add(token)
-        if params.presence_penalty or params.frequency_penalty:
+        if is_output and (params.presence_penalty or params.frequency_penalty):
             self._counts[token] = self._counts.get(token, 0) + 1
         return token
 
@@ -65,7 +70,8 @@ class Sampler:
             index = torch.tensor(list(self._counts))
             counts = torch.tensor(list(self._counts.values()), dtype=scores.dtype)
             scores[index] -= params.presence_penalty + params.frequency_penalty * counts
-        return scores
+        limits = torch.finfo(scores.dtype)
+        return scores.clamp_(limits.min, limits.max) if changes else scores
 
 
 def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:

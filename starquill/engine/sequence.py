@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from torch import Tensor
 
-from starquill.checkpoint.tokenizer import Tokenizer
-from starquill.engine.healing import HealingVocabulary
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.params import check_params
 from starquill.engine.sampling import Sampler, logprobs
 from starquill.engine.stopping import TextStream
 from starquill.errors import BadRequestError, CapacityError, listing
 from starquill.types import Delta, FinishReason, GenerateRequest
-
-
-@lru_cache(maxsize=4)
-def _healing_vocabulary(tokenizer: Tokenizer) -> HealingVocabulary:
-    return HealingVocabulary(tokenizer)
 
 
 def check_request(loaded: LoadedModel, request: GenerateRequest) -> None:
@@ -47,12 +38,14 @@ class Sequence:
         check_request(loaded, request)
         self.request = request
         self.output_ids: list[int] = []
-        self.counted = 0
+        # Tokens that only write the healed end of the prompt again: not the user's.
+        self.respelled = 0
         self.finish_reason: FinishReason | None = None
         self.sampler = Sampler(request.params, request.prompt_ids)
         self.span = min(
             loaded.config.context_length, len(request.prompt_ids) + request.params.max_tokens
         )
+        self._loaded = loaded
         self._tokenizer = loaded.tokenizer
         self._end_ids = loaded.end_ids | request.stop_ids
         self._unspelled = request.heal
@@ -61,17 +54,18 @@ class Sequence:
 
     def accept(self, logits: Tensor) -> Delta:
         """Choose the next token from `logits` `[V]` and say what it adds."""
-        token = self.sampler.choose(logits, self._allowed())
+        allowed = self._allowed()
+        token = self.sampler.choose(logits, allowed, is_output=allowed is None)
         self.output_ids.append(token)
         wanted = self.request.params.logprobs
         scored = None if wanted is None else logprobs(logits, token, wanted)
         if token in self._end_ids:
             self.finish_reason = "stop"
-            return self._delta(token, self._text.finish(), scored)
+            text = self._text.finish()
+            return Delta(self.request.id, token, text, scored, self.finish_reason)
         spelled = self._bytes_of(token)
-        # Tokens that only write the healed end of the prompt again are not the user's tokens.
-        if not self._unspelled or len(spelled) > len(self._unspelled):
-            self.counted += 1
+        is_prompt = bool(self._unspelled) and len(spelled) <= len(self._unspelled)
+        self.respelled += is_prompt
         self._unspelled = self._unspelled[len(spelled) :]
         text = self._text.push(spelled)
         if self._text.stopped:
@@ -79,18 +73,17 @@ class Sequence:
         elif self._is_full():
             self.finish_reason = "length"
             text += self._text.finish()
-        return self._delta(token, text, scored)
+        return Delta(self.request.id, token, text, scored, self.finish_reason, is_prompt=is_prompt)
 
     def finish(self, reason: FinishReason) -> Delta:
         """End now, with whatever text was withheld."""
         self.finish_reason = reason
-        return self._delta(None, self._text.finish(), None)
+        return Delta(self.request.id, None, self._text.finish(), None, reason)
 
     def _allowed(self) -> list[int] | None:
         if not self._unspelled:
             return None
-        assert self._tokenizer is not None
-        return _healing_vocabulary(self._tokenizer).allowed(self._unspelled)
+        return self._loaded.healing.allowed(self._unspelled)
 
     def _bytes_of(self, token: int) -> bytes:
         table = self._tokenizer.token_bytes if self._tokenizer else []
@@ -98,7 +91,5 @@ class Sequence:
 
     def _is_full(self) -> bool:
         length = len(self.request.prompt_ids) + len(self.output_ids)
-        return self.counted >= self.request.params.max_tokens or length >= self._context
-
-    def _delta(self, token: int | None, text: str, scored: object) -> Delta:
-        return Delta(self.request.id, token, text, scored, self.finish_reason)  # type: ignore[arg-type]
+        counted = len(self.output_ids) - self.respelled
+        return counted >= self.request.params.max_tokens or length >= self._context

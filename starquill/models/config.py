@@ -103,11 +103,18 @@ class ConfigReader:
 
 def read_rope(reader: ConfigReader, head_dim: int, context: int) -> RopeConfig:
     """Read both forms: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters`."""
-    nested = reader.raw.get("rope_parameters") or reader.raw.get("rope_scaling") or {}
+    # Where a config has both, transformers takes the older one.
+    key = "rope_scaling" if reader.raw.get("rope_scaling") else "rope_parameters"
+    nested = reader.raw.get(key) or {}
     if not isinstance(nested, dict):
-        reader.problems.append(f"rope_parameters is {nested!r} (expected an object)")
+        reader.problems.append(f"{key} is {nested!r:.60} (expected an object)")
         nested = {}
-    values = {"rope_theta": reader.raw.get("rope_theta"), **nested}
+    outer = {key: reader.raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    # transformers takes 0 for "not given" in these.
+    unset = {
+        k for k in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow") if nested.get(k) == 0
+    }
+    values = outer | {k: v for k, v in nested.items() if v is not None and k not in unset}
     if values.get("rope_type") is None:
         values["rope_type"] = values.get("type")  # the key's name before transformers 4.45
     rope = ConfigReader(values, f"{reader.name} rope parameters")

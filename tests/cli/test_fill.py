@@ -17,20 +17,23 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pygments.lexers import PythonLexer
 from torch import Tensor
 
 from starquill.cli.app import main
+from starquill.cli.printing import HighlightPrinter
 from starquill.engine.engine import Engine
-from starquill.engine.fim import ContextFile, Hole
 from starquill.engine.loaded import LoadedModel
 from starquill.loading import load
 from starquill.models.spec import StepBatch
-from starquill.types import GenerateRequest, SamplingParams
+from starquill.types import ContextFile, Delta, GenerateRequest, Hole, SamplingParams
 from tests import tiny
 
 CONTROLS = (0, 1, 2, 3, 4, 5, 6)
 CONTEXT = 2000
 Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+Script = Callable[[bytes], Path]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def loaded(folder: Path) -> LoadedModel:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Callable[[bytes], Path]:
+def script(tmp_path: Path) -> Script:
     def write(content: bytes) -> Path:
         path = tmp_path / "code.py"
         path.write_bytes(content)
@@ -72,7 +75,7 @@ def middle(
 class Follower:
     """Stands in for a model: writes what a test chooses, and remembers what it was asked."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, text: str) -> None:
+    def __init__(self, monkeypatch: Patch, loaded: LoadedModel, text: str) -> None:
         self.requests: list[GenerateRequest] = []
         tokens = [*loaded.require_tokenizer().encode(text), 0]
         original = Engine.generate
@@ -92,7 +95,7 @@ LINES = b"one\n  two\n\nfour"
 
 
 @pytest.mark.parametrize(
-    ("content", "at", "prefix"),
+    "place",
     [
         (LINES, "1", "one"),
         (LINES, "2", "one\n  two"),
@@ -118,12 +121,11 @@ LINES = b"one\n  two\n\nfour"
 def test_at(
     loaded: LoadedModel,
     capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-    script: Callable[[bytes], Path],
-    content: bytes,
-    at: str,
-    prefix: str,
+    monkeypatch: Patch,
+    script: Script,
+    place: tuple[bytes, str, str],
 ) -> None:
+    content, at, prefix = place
     asked = Follower(monkeypatch, loaded, "M")
     path = script(content)
     assert main(["fill", str(path), "--at", at]) == 0
@@ -137,15 +139,10 @@ def test_at(
 
 @pytest.mark.parametrize("content", ["a(<fill>)\n", "<fill>", "<fill>\r\n", "x\n<fill>"])
 def test_marker(
-    folder: Path,
-    loaded: LoadedModel,
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-    script: Callable[[bytes], Path],
-    content: str,
+    loaded: LoadedModel, capsys: Capture, monkeypatch: Patch, script: Script, content: str
 ) -> None:
     prefix, suffix = content.split("<fill>")
-    expected = middle(loaded, prefix, suffix)
+    expected, folder = middle(loaded, prefix, suffix), loaded.folder
     path = script(content.encode())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
     for place in ([path], ["--prompt", content], ["--prompt", "-"]):
@@ -172,7 +169,7 @@ def test_prefix_and_suffix_files(
 
 
 def test_code_that_mentions_control_tokens_is_data(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, script: Callable[[bytes], Path]
+    loaded: LoadedModel, monkeypatch: Patch, script: Script
 ) -> None:
     asked = Follower(monkeypatch, loaded, "M")
     text = 'A = "<fim_middle>"\n\nB = "<|endoftext|><fim_prefix><file_sep>"\n'
@@ -205,9 +202,7 @@ def test_context_files_are_named_from_the_checkouts_root(
     assert capsys.readouterr().out == expected
 
 
-def test_what_was_left_out_is_told(
-    tmp_path: Path, capsys: Capture, script: Callable[[bytes], Path]
-) -> None:
+def test_what_was_left_out_is_told(tmp_path: Path, capsys: Capture, script: Script) -> None:
     folder = tiny.write_checkpoint(tmp_path / "model")  # a context of 64
     path = script(b"a" * 100 + b"\n" + b"b" * 100)
     assert fill(folder, path, "--at", "1", "--context", path) == 0
@@ -219,8 +214,8 @@ def test_what_was_left_out_is_told(
         r"first (\d+) tokens of the prefix.*last (\d+) tokens of the suffix", warnings[0]
     )
     assert cut is not None
-    path_line, controls = len(load(folder).require_tokenizer().encode("code.py\n")), 3
-    assert 201 - int(cut[1]) - int(cut[2]) + path_line + controls + 6 == 64
+    controls = 3
+    assert 201 - int(cut[1]) - int(cut[2]) + controls + 6 == 64
 
 
 # --- in place ---
@@ -237,15 +232,20 @@ def test_what_was_left_out_is_told(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_bytes_around_the_hole_are_unchanged(
-    folder: Path, loaded: LoadedModel, script: Callable[[bytes], Path], before: str, after: str
+    folder: Path, loaded: LoadedModel, script: Script, before: str, after: str
 ) -> None:
     path = script(f"{before}<fill>{after}".encode())
     assert fill(folder, path, "--in-place") == 0
-    assert path.read_bytes() == (before + middle(loaded, before, after) + after).encode()
+    content, ends = path.read_bytes(), (before.encode(), after.encode())
+    assert content.startswith(ends[0])
+    assert content.endswith(ends[1])
+    written = content[len(ends[0]) : len(content) - len(ends[1])].decode()
+    expected = middle(loaded, before, after)
+    assert written.replace("\r\n", "\n") == expected.replace("\r\n", "\n")
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644, 0o755, 0o640])
-def test_the_files_mode_is_kept(folder: Path, script: Callable[[bytes], Path], mode: int) -> None:
+def test_the_files_mode_is_kept(folder: Path, script: Script, mode: int) -> None:
     path = script(b"a\n")
     path.chmod(mode)
     assert fill(folder, path, "--at", "1", "-i") == 0
@@ -253,9 +253,7 @@ def test_the_files_mode_is_kept(folder: Path, script: Callable[[bytes], Path], m
     assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
-def test_a_symbolic_link_stays_one(
-    folder: Path, tmp_path: Path, script: Callable[[bytes], Path]
-) -> None:
+def test_a_symbolic_link_stays_one(folder: Path, tmp_path: Path, script: Script) -> None:
     path = script(b"a\n")
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "elsewhere" / "link.py"
@@ -266,9 +264,7 @@ def test_a_symbolic_link_stays_one(
     assert os.listdir(tmp_path / "elsewhere") == ["link.py"]  # noqa: PTH208
 
 
-def test_without_in_place_the_file_is_left_alone(
-    folder: Path, script: Callable[[bytes], Path]
-) -> None:
+def test_without_in_place_the_file_is_left_alone(folder: Path, script: Script) -> None:
     path = script(b"a\n")
     assert fill(folder, path, "--at", "1") == 0
     assert path.read_bytes() == b"a\n"
@@ -282,11 +278,7 @@ def disk_full(*_: Any, **__: Any) -> Any:
     "step", ["os.fsync", "pathlib.Path.replace", "os.fdopen", "pathlib.Path.chmod"]
 )
 def test_a_failed_write_leaves_the_file_and_nothing_else(
-    folder: Path,
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-    script: Callable[[bytes], Path],
-    step: str,
+    folder: Path, capsys: Capture, monkeypatch: Patch, script: Script, step: str
 ) -> None:
     path = script(b"a\n")
     monkeypatch.setattr(step, disk_full)
@@ -302,7 +294,7 @@ def test_a_failed_write_leaves_the_file_and_nothing_else(
 
 
 def test_a_failed_write_names_the_users_file(
-    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, script: Callable[[bytes], Path]
+    folder: Path, capsys: Capture, monkeypatch: Patch, script: Script
 ) -> None:
     path = script(b"a\n")
 
@@ -326,10 +318,7 @@ class Interrupting(tiny.ScriptedModel):
 
 
 def test_ctrl_c_leaves_the_file_and_says_so(
-    loaded: LoadedModel,
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-    script: Callable[[bytes], Path],
+    loaded: LoadedModel, capsys: Capture, monkeypatch: Patch, script: Script
 ) -> None:
     path = script(b"a\n")
     model = Interrupting(loaded.require_tokenizer().encode("xyz"), loaded.config.vocab_size, 5)
@@ -354,7 +343,7 @@ class LeftReader(io.StringIO):
 
 
 def test_a_reader_that_leaves_does_not_silently_lose_the_edit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, script: Callable[[bytes], Path]
+    folder: Path, monkeypatch: Patch, script: Script
 ) -> None:
     """As in `starquill fill -i ... | head -c 1`: the file is filled, or the exit code says no."""
     path = script(b"a\n")
@@ -366,14 +355,70 @@ def test_a_reader_that_leaves_does_not_silently_lose_the_edit(
     assert code != 0 or path.read_bytes() != b"a\n"
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"a\r\n<fill>b\r\n", b"a\r\nx\r\ny\r\nb\r\n"),
+        (b"a\n<fill>b\n", b"a\nx\ny\nb\n"),
+        (b"a\r\n<fill>b\n", b"a\r\nx\ny\nb\n"),
+        (b"a<fill>b", b"ax\ny\nb"),
+    ],
+)
+def test_line_endings_are_the_files(
+    loaded: LoadedModel, monkeypatch: Patch, script: Script, content: bytes, expected: bytes
+) -> None:
+    """Of a file whose lines all end alike."""
+    Follower(monkeypatch, loaded, "x\ny\n")
+    path = script(content)
+    assert main(["fill", str(path), "-i"]) == 0
+    assert path.read_bytes() == expected
+
+
+def test_an_edit_made_meanwhile_is_not_lost(
+    loaded: LoadedModel, capsys: Capture, monkeypatch: Patch, script: Script
+) -> None:
+    path = script(b"a\n")
+    Follower(monkeypatch, loaded, "M")
+    original = Engine.generate
+
+    def generate(engine: Engine, request: GenerateRequest) -> Any:
+        path.write_bytes(b"edited\n")
+        return original(engine, request)
+
+    monkeypatch.setattr("starquill.cli.run.Engine.generate", generate)
+    assert main(["fill", str(path), "--at", "1", "-i"]) == 2
+    assert "changed" in capsys.readouterr().err
+    assert path.read_bytes() == b"edited\n"
+
+
 def test_in_place_with_json(
-    folder: Path, loaded: LoadedModel, capsys: Capture, script: Callable[[bytes], Path]
+    folder: Path, loaded: LoadedModel, capsys: Capture, script: Script
 ) -> None:
     path = script(b"a\nb")
     assert fill(folder, path, "--at", "1", "-i", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] == middle(loaded, "a", "\nb")
     assert path.read_bytes() == f"a{result['text']}\nb".encode()
+
+
+class CountingLexer(PythonLexer):  # type: ignore[misc]  # Pygments has no types
+    """Remembers how many characters it was given."""
+
+    read = 0
+
+    def get_tokens_unprocessed(self, text: str, *stack: Any) -> Any:
+        self.read += len(text)
+        return super().get_tokens_unprocessed(text, *stack)
+
+
+def test_highlighting_does_not_read_a_long_file_again_for_every_token(capsys: Capture) -> None:
+    before, lexer = "x = 1\n" * 20_000, CountingLexer(ensurenl=False)
+    printer = HighlightPrinter(lexer, before)
+    for _ in range(50):
+        printer.write(Delta("r", 1, "y = 2\n"))
+    printer.finish()
+    assert re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out) == "y = 2\n" * 50 + "\n"
+    assert lexer.read < 10 * len(before)
 
 
 # --- what cannot be understood ---

@@ -185,7 +185,10 @@ def test_no_heal(loaded: LoadedModel, capsys: Capture, monkeypatch: pytest.Monke
 
 def test_chat(tmp_path: Path, capsys: Capture) -> None:
     folder = tiny.write_checkpoint(tmp_path)
-    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}:"
+    template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
+    )
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     assert main(options(folder, "-p", "hi", "--chat")) == 0
     params = SamplingParams(max_tokens=12, logit_bias={END: -100.0})
@@ -382,6 +385,14 @@ def test_a_closed_standard_output(
     code = main(options(folder, "-p", "x"))
     assert code in (0, 2)
     assert "fault" not in capsys.readouterr().err
+
+
+def test_a_closed_standard_error_does_not_spoil_the_output(
+    folder: Path, loaded: LoadedModel, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(options(folder, "-p", PROMPT, "--stats")) == 0
+    assert capsys.readouterr().out == expected_text(loaded)
 
 
 # --- interrupted ---

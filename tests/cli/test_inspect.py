@@ -150,7 +150,7 @@ def test_shards_are_added_up(tmp_path: Path, capsys: Capture) -> None:
     parted = tiny.write_checkpoint(tmp_path / "parted")
     (parted / "model.safetensors").unlink()
     state = tiny.weights(tiny.config())
-    place = {}
+    place: dict[str, str] = {}
     for number in (1, 2):
         name = f"model-{number:05d}-of-00002.safetensors"
         part = {k: v for n, (k, v) in enumerate(state.items()) if n % 2 == number - 1}

@@ -336,6 +336,7 @@ def test_stats(engine: Engine) -> None:
     assert stats.time_to_first_token > 0
     assert stats.generation_seconds >= 0
     assert stats.prompt_rate == pytest.approx(9 / stats.time_to_first_token)
+    assert stats.peak_memory_bytes is not None
     assert stats.peak_memory_bytes > 10_000_000
     assert running.stats == stats
 

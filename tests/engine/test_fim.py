@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from starquill.checkpoint.tokenizer import Tokenizer
 from starquill.engine.engine import Engine
-from starquill.engine.fim import ContextFile, Hole, Trimmed, fill_request
+from starquill.engine.fim import Trimmed, fill_request
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import BadRequestError, CapacityError, UnsupportedError
 from starquill.loading import load
-from starquill.types import SamplingParams
+from starquill.types import ContextFile, Hole, SamplingParams
 from tests import tiny
 
 CONTEXT = 64
@@ -161,22 +161,21 @@ def test_what_is_kept_fits_and_touches_the_hole(
     try:
         request, trimmed = fill_request(loaded, hole, SamplingParams(max_tokens=max_tokens))
     except CapacityError:
-        # Room for the three tokens, the path and one token of code is all that is asked.
-        path_length = len(tokenizer.encode(f"{hole.path}\n")) if hole.context else 0
-        assert max_tokens + 3 + path_length + 1 > CONTEXT
+        # Room for the three tokens and one token of code is all that is asked.
+        assert max_tokens + 3 + 1 > CONTEXT
         return
     ids = list(request.prompt_ids)
     assert len(ids) + max_tokens <= CONTEXT
-    _, before, after = parts(ids)
-    path = f"{hole.path}\n" if hole.context else ""
+    front, before, after = parts(ids)
+    # Without a file of the repository in front the path would stand alone.
+    path = f"{hole.path}\n" if front else ""
     if not trimmed.prefix_tokens and not trimmed.suffix_tokens:
         assert tokenizer.decode(before) == path + hole.prefix
         assert tokenizer.decode(after) == hole.suffix
         return
-    path_ids = tokenizer.encode(path)
-    assert before[: len(path_ids)] == path_ids
+    assert not front
     whole_before, whole_after = tokenizer.encode(hole.prefix), tokenizer.encode(hole.suffix)
-    assert before[len(path_ids) :] == whole_before[trimmed.prefix_tokens :]
+    assert before == whole_before[trimmed.prefix_tokens :]
     assert after == whole_after[: len(whole_after) - trimmed.suffix_tokens]
     # No more was cut than had to be: the context is full.
     assert len(ids) + max_tokens == CONTEXT
@@ -201,7 +200,10 @@ def test_context_files_go_first_named_first(
     if trimmed.files:
         last = hole.context[len(trimmed.files) - 1]
         needed = 1 + len(tokenizer.encode(f"{last.path}\n{last.code}"))
-        needed += 0 if kept else 2 + len(tokenizer.encode(hole.repo_name))
+        if not kept:
+            needed += 2 + len(tokenizer.encode(hole.repo_name))
+            needed += len(tokenizer.encode(f"{hole.path}\n{hole.prefix}"))
+            needed -= len(tokenizer.encode(hole.prefix))
         assert len(ids) + max_tokens + needed > CONTEXT
     if trimmed.prefix_tokens or trimmed.suffix_tokens:
         assert not kept
@@ -252,8 +254,8 @@ def test_a_bad_limit_is_a_bad_request(loaded: LoadedModel, max_tokens: Any) -> N
         Engine(loaded).fill(Hole("a" * 99, "b"), SamplingParams(max_tokens=max_tokens))
 
 
-def test_an_empty_hole_needs_room_for_its_three_tokens_only(loaded: LoadedModel) -> None:
-    request, trimmed = fill_request(loaded, Hole("", ""), SamplingParams(max_tokens=CONTEXT - 3))
+def test_an_empty_hole_is_its_three_tokens(loaded: LoadedModel) -> None:
+    request, trimmed = fill_request(loaded, Hole("", ""), SamplingParams(max_tokens=CONTEXT - 4))
     assert list(request.prompt_ids) == [PREFIX, SUFFIX, MIDDLE]
     assert not trimmed
 

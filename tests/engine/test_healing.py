@@ -58,7 +58,7 @@ def text_of(deltas: Sequence[Delta]) -> str:
 
 
 def scripted_deltas(
-    loaded: LoadedModel, prompt: str, tokens: Sequence[int], max_tokens: int = 99
+    loaded: LoadedModel, prompt: str, tokens: Sequence[int | Sequence[int]], max_tokens: int = 99
 ) -> list[Delta]:
     """The healed run of a model that writes `tokens` after the prompt without its last token."""
     request = plain_request(loaded, prompt, SamplingParams(max_tokens=max_tokens))

@@ -291,7 +291,7 @@ BAD: dict[str, list[Any]] = {
     "frequency_penalty": [-2.1, 2.1, math.inf],
     "seed": [0.5, "7", True],
     "logprobs": [-1, 21, 1.0, True, "5"],
-    "stop": ["text", ["list"], (1,), None],
+    "stop": [b"bytes", [1], (1,), None],
     "logit_bias": [{-1: 0.0}, {VOCAB: 0.0}, {"1": 0.0}, {True: 0.0}, {1: math.nan}, {1: "x"}],
 }
 

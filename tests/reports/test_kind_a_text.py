@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from starquill.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from starquill.engine.chat import ChatTemplate
 from starquill.engine.engine import Engine
-from starquill.engine.fim import ContextFile, Hole, fill_request
+from starquill.engine.fim import fill_request
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.prompts import chat_request, plain_request
 from starquill.errors import BadRequestError, CheckpointError, UnsupportedError
 from starquill.loading import load
-from starquill.types import Delta, GenerateRequest, SamplingParams
+from starquill.types import ContextFile, Delta, GenerateRequest, Hole, SamplingParams
 from tests import tiny
 
 END, PREFIX, MIDDLE, SUFFIX, PAD, REPOSITORY, FILE, ISSUE = tiny.SPECIAL_TOKENS
@@ -431,9 +431,11 @@ def test_b21_a_new_block_ends_the_answer(
     assert (_text(deltas), deltas[-1].finish_reason) == (text, "stop")
 
 
-@pytest.mark.parametrize("stop", ["END", ["END"], None])
+@pytest.mark.parametrize("stop", [b"END", ["END", 1], None])
 def test_b21_unusable_stops_are_refused_as_elsewhere(chatty: LoadedModel, stop: Any) -> None:
     """B21, B46: a plain string as stop was taken for its letters, and cut every answer short."""
+    whole = SamplingParams(stop="END")
+    assert whole.stop == SamplingParams(stop=["END"]).stop == ("END",)  # type: ignore[arg-type]
     with pytest.raises(BadRequestError, match=r"stop is [^\n]* \(expected a tuple of strings"):
         Engine(chatty).chat([USER], SamplingParams(max_tokens=2, stop=stop))
 

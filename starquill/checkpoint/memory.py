@@ -1,0 +1,28 @@
+"""How much memory there is, so that a model that cannot fit is refused before it is read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from starquill.errors import CapacityError
+
+
+def available_memory() -> int | None:
+    """Bytes that can be taken without swapping; None where the system does not say."""
+    try:
+        told = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", told, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def check_memory(needed: int) -> None:
+    """Raise CapacityError if `needed` bytes of weights are more than there are."""
+    available = available_memory()
+    if available is not None and needed > available:
+        raise CapacityError(
+            f"the weights need {needed / 1e9:.1f} GB and {available / 1e9:.1f} GB of memory are "
+            "free; use --dtype bfloat16 (half as much) or a smaller model"
+        )
