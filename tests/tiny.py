@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import lzma
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ SPECIAL_TOKENS = (
     "<file_sep>",
     "<issue_start>",
 )
+DATA = Path(__file__).parent / "data"
 SHARED = Path(__file__).parents[2] / "shared"
 NO_SHARED = "needs the fixtures of ../shared, which are not part of the repository"
 
@@ -116,6 +118,13 @@ def byte_tokenizer(
             "merges": [list(pair) for pair in merges],
         },
     }
+
+
+def real_tokenizer_definition() -> dict[str, Any]:
+    """StarCoder2's own vocabulary and merges."""
+    packed = (DATA / "starcoder2-tokenizer.json.xz").read_bytes()
+    definition: dict[str, Any] = json.loads(lzma.decompress(packed))
+    return definition
 
 
 def write_json(path: Path, value: Any) -> None:

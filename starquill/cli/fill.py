@@ -88,6 +88,8 @@ def fill(
     request, trimmed = fill_request(loaded, _hole(place, files, repo_name), params)
     if trimmed:
         print(f"warning: left out to fit the context: {trimmed}", file=sys.stderr)
+    if place.file is not None:
+        show = show.for_file(place.file.name)
     outcome = run(loaded, request, show, before=place.prefix, reader_may_leave=in_place)
     if in_place and outcome.exit_code:
         print(f"warning: interrupted; {place.file} is unchanged", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +33,10 @@ def inspect(
     return 0
 
 
+_FILLS = {True: "yes", False: "no", None: "not known (no tokenizer)"}
+_WIDTH_IN_A_PIPE = 200
+
+
 def _print_table(facts: ModelFacts) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -52,7 +57,7 @@ def _print_table(facts: ModelFacts) -> None:
         "context": f"{facts.context_length} tokens"
         + (f", sliding window {window}" if window else ""),
         "chat template": "yes" if facts.chat_template else "no (a base model)",
-        "fill in the middle": "yes" if facts.fill_in_the_middle else "no",
+        "fill in the middle": _FILLS[facts.fill_in_the_middle],
         "vocabulary": f"{facts.vocab_size} tokens",
         "end tokens": ", ".join(map(str, facts.end_tokens)) or "none",
         "special tokens": " ".join(f"{t}={i}" for t, i in facts.special_tokens.items()) or "none",
@@ -61,4 +66,4 @@ def _print_table(facts: ModelFacts) -> None:
         table.add_row(name, escape(printable(value)))
     for warning in facts.warnings:
         table.add_row("warning", escape(printable(warning)))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else _WIDTH_IN_A_PIPE).print(table)

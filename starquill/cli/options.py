@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from pygments.lexer import Lexer
-from pygments.lexers import get_lexer_by_name
+from pygments.lexers import find_lexer_class_for_filename, get_lexer_by_name
 from pygments.util import ClassNotFound
 
 from starquill.engine.params import check_params
@@ -143,9 +143,16 @@ class ShowOptions:
     colorize: Annotated[bool, _option("Colour each token by its probability.", "--colorize")] = (
         False
     )
-    language: Annotated[str | None, _option("Language to highlight; python if unknown.")] = None
+    language: Annotated[
+        str | None, _option("Language to highlight; told by a file's name, else python.")
+    ] = None
     stats: Annotated[bool, _option("Print speed and memory at the end.", "--stats")] = False
     json: Annotated[bool, _option("Print one JSON object instead of text.", "--json")] = False
+
+    def for_file(self, name: str) -> ShowOptions:
+        """With the language that a file's name tells, unless one was chosen."""
+        found = find_lexer_class_for_filename(name) if self.language is None else None
+        return self if found is None else replace(self, language=found.aliases[0])
 
     def check(self) -> None:
         """Refuse what cannot be shown, before anything is computed."""

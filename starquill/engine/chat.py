@@ -125,6 +125,7 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template in the tokenizer's config: a string, or the one named default of several."""
     source = tokenizer.config.get("chat_template")
     if isinstance(source, list):
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        templates = [t for t in source if isinstance(t, dict)]
+        named = {t["name"]: t.get("template") for t in templates if isinstance(t.get("name"), str)}
         source = named.get("default") or next(iter(named.values()), None)
     return ChatTemplate(source, tokenizer) if isinstance(source, str) else None

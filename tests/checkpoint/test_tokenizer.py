@@ -15,8 +15,6 @@ from starquill.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from starquill.errors import BadRequestError, CheckpointError, UnsupportedError
 from tests import tiny
 
-needs_shared = pytest.mark.skipif(not tiny.SHARED.exists(), reason=tiny.NO_SHARED)
-FOLDER = tiny.SHARED / "data" / "starcoder2-tokenizer"
 END = tiny.SPECIAL_TOKENS[0]
 BYTES = Tokenizer(tiny.byte_tokenizer())
 # Text of any kind, and text in which tags, parts of tags and spaces meet.
@@ -29,16 +27,14 @@ every_text = settings(max_examples=300, deadline=None, suppress_health_check=[He
 @functools.cache
 def _real() -> Tokenizer:
     """StarCoder2's own vocabulary and merges."""
-    tokenizer = load_tokenizer(FOLDER)
-    assert tokenizer is not None
-    return tokenizer
+    return Tokenizer(tiny.real_tokenizer_definition())
 
 
 @functools.cache
 def _vectors() -> list[tuple[str, list[int]]]:
-    base = FOLDER / "ggml-vocab-starcoder.gguf"
-    texts = base.with_suffix(".gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
-    lines = base.with_suffix(".gguf.out").read_text(encoding="utf-8").split("\n")
+    base = tiny.DATA / "starcoder2-vectors.inp"
+    texts = base.read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    lines = base.with_suffix(".out").read_text(encoding="utf-8").split("\n")
     vectors = [(t, [int(i) for i in line.split()]) for t, line in zip(texts, lines, strict=True)]
     assert len(vectors) == 47
     return vectors
@@ -48,7 +44,6 @@ def _has_tag(text: str) -> bool:
     return any(tag in text for tag in tiny.SPECIAL_TOKENS)
 
 
-@needs_shared
 @pytest.mark.parametrize("number", range(47))
 def test_published_vectors(number: int) -> None:
     """llama.cpp's ids for StarCoder's vocabulary, from either encoder, and back again."""
@@ -60,7 +55,6 @@ def test_published_vectors(number: int) -> None:
     assert b"".join(tokenizer.token_bytes[i] for i in ids) == text.encode()
 
 
-@needs_shared
 def test_the_real_special_tokens() -> None:
     """Ids 0 to 37 are control tokens: parsed where asked for, data elsewhere, and no text."""
     tokenizer = _real()
@@ -80,7 +74,6 @@ def test_the_real_special_tokens() -> None:
     assert (fim.repo_name, fim.file_sep) == (5, 6)
 
 
-@needs_shared
 @every_text
 @given(TEXT)
 def test_real_round_trip(text: str) -> None:
@@ -176,7 +169,6 @@ def test_bytes_without_a_token_are_refused(unknown: str | None, parse_special: b
     assert tokenizer.decode(tokenizer.encode("abñ", parse_special)) == "abñ"
 
 
-@needs_shared
 def test_bytes_that_the_real_vocabulary_lacks_are_refused() -> None:
     """The real vocabulary lacks 0xf1 alone of the bytes that UTF-8 uses."""
     with pytest.raises(BadRequestError, match=r"no token for byte 0xf1 \(character 0\)"):

@@ -468,13 +468,13 @@ def test_sigint_ends_a_process_cleanly(folder: Path, loaded: LoadedModel) -> Non
 
 def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
     """As in `starquill generate ... | head -c 1`."""
-    running = process(options(folder, "-p", PROMPT, count=150_000))
-    assert running.stdout is not None
-    assert running.stderr is not None
-    assert len(running.stdout.read(1)) == 1
-    running.stdout.close()
-    assert running.stderr.read() == b""
-    assert running.wait() == 0
+    with process(options(folder, "-p", PROMPT, count=150_000)) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert len(running.stdout.read(1)) == 1
+        running.stdout.close()
+        assert running.stderr.read() == b""
+    assert running.returncode == 0
 
 
 def test_utf8_in_and_out_whatever_the_locale(folder: Path, loaded: LoadedModel) -> None:

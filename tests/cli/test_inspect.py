@@ -235,14 +235,13 @@ def test_quantized_checkpoints(capsys: Capture, name: str) -> None:
     assert f"{quantization['bits']} bits" in result["quantization"]
     assert f"group {quantization['group_size']}" in result["quantization"]
     # Parameters are the model's, not the packed words that hold them.
-    original = tiny.SHARED / "data" / "starcoder2-tiny" / "hf"
+    original = tiny.DATA / "starcoder2-tiny"
     assert result["parameters"] == facts(original, capsys)["parameters"]
     assert result["dtypes"]["U32"] > 0
 
 
-@pytest.mark.skipif(not tiny.SHARED.exists(), reason=tiny.NO_SHARED)
 def test_the_reference_checkpoint(capsys: Capture) -> None:
-    folder = tiny.SHARED / "data" / "starcoder2-tiny" / "hf"
+    folder = tiny.DATA / "starcoder2-tiny"
     result = facts(folder, capsys)
     sized = sizes(folder / "model.safetensors")
     assert result["parameters"] == sum(count for count, _ in sized.values())

@@ -198,6 +198,16 @@ def test_a_model_without_a_chat_template_does_not_chat(engine: Engine) -> None:
         engine.chat([{"role": "user", "content": "hi"}])
 
 
+@pytest.mark.parametrize(
+    "template", [5, [5], {"a": 1}, [{"name": [], "template": "a"}], [{"name": "default"}], "{% if"]
+)
+def test_a_strange_chat_template_does_not_stop_completion(tmp_path: Path, template: Any) -> None:
+    folder = tiny.write_checkpoint(tmp_path)
+    tiny.write_json(folder / "tokenizer_config.json", {"chat_template": template})
+    engine = Engine(load(folder))
+    assert len(list(engine.generate("p", SamplingParams(max_tokens=1)))) == 1
+
+
 def test_logits_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
     """Not an end token: the likeliest of NaNs is id 0, which would look like a clean stop."""
     raw = tiny.config()

@@ -74,18 +74,16 @@ def test_logits_equal_transformers(tmp_path: Path, name: str, head: bool) -> Non
         torch.testing.assert_close(tiny.our_logits(loaded, ids, chunk), ours, atol=2e-5, rtol=0)
 
 
-@pytest.mark.skipif(not tiny.SHARED.exists(), reason=tiny.NO_SHARED)
 @pytest.mark.parametrize("window", [True, False])
 def test_logits_equal_the_fixture(tmp_path: Path, window: bool) -> None:
     import json
     import shutil
 
-    data = tiny.SHARED / "data" / "starcoder2-tiny"
+    data = tiny.DATA / "starcoder2-tiny"
     folder = tmp_path / "model"
-    shutil.copytree(data / "hf", folder, copy_function=shutil.copyfile)
+    shutil.copytree(data, folder)
     raw = json.loads((folder / "config.json").read_text())
     if not window:
-        (folder / "config.json").chmod(0o644)
         tiny.write_json(folder / "config.json", {**raw, "sliding_window": None})
     ids = np.load(data / "ids.npy").tolist()
     expected = np.load(data / f"logits-hf-f32{'' if window else '-nowindow'}.npy")

@@ -15,7 +15,7 @@ import regex
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from starquill.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from starquill.checkpoint.tokenizer import Tokenizer
 from starquill.engine.chat import ChatTemplate
 from starquill.engine.engine import Engine
 from starquill.engine.fim import fill_request
@@ -344,15 +344,10 @@ def test_b19_any_mixture_splits_alike(text: str) -> None:
     assert BYTES.decode(expected) == text
 
 
-@pytest.mark.skipif(not tiny.SHARED.exists(), reason=tiny.NO_SHARED)
 def test_b19_the_real_vocabulary_splits_alike() -> None:
     """B19: with StarCoder2's own merges; four digits are four tokens."""
-    import json
-
-    folder = tiny.SHARED / "data" / "starcoder2-tokenizer"
-    definition = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    real = load_tokenizer(folder)
-    assert real is not None
+    definition = tiny.real_tokenizer_definition()
+    real = Tokenizer(definition)
     for text in STRINGS:
         expected = _independent_ids(definition, text)
         assert real.encode(text) == real.encode(text, parse_special=True) == expected
