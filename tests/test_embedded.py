@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from starquill import Engine, Hole, SamplingParams, load
+from starquill import Engine, SamplingParams, load
 from starquill.checkpoint.hub import embedded_model
 from starquill.engine.loaded import LoadedModel
 
@@ -51,12 +51,6 @@ def test_greedy_text_equals_transformers(loaded: LoadedModel, prompt: str) -> No
 def test_it_is_small_enough_to_ship() -> None:
     size = sum(path.stat().st_size for path in embedded_model().iterdir())
     assert size <= 12_000_000
-
-
-def test_it_fills_what_is_missing(loaded: LoadedModel) -> None:
-    """A loop over a name that only the suffix uses: the middle must come from both sides."""
-    hole = Hole("def total(values):\n    result = 0\n    for ", ":\n        result += value\n")
-    assert Engine(loaded).fill(hole, SamplingParams(max_tokens=16)) == "value in values"
 
 
 def test_its_tokenizer_is_starcoder2s_in_small(loaded: LoadedModel) -> None:
