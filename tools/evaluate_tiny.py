@@ -127,7 +127,10 @@ def parse_rate(engine: Engine, heads: list[FunctionHead]) -> float:
 
 
 def line_holes(documents: list[Document], rng: random.Random, count: int) -> Iterator[tuple]:
-    """Random lines of 8 to 80 characters; the hole is the line without its indentation."""
+    """Random lines of 8 to 80 characters; the hole is the line without its indentation.
+
+    The lines around it are as many as the model was trained with: 40 before and 15 after.
+    """
     for _ in range(count):
         while True:
             text = rng.choice(documents).text
@@ -137,8 +140,8 @@ def line_holes(documents: list[Document], rng: random.Random, count: int) -> Ite
             if 8 <= len(wanted) <= 80:
                 break
         indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
-        before = "\n".join([*lines[:number], indent])
-        yield Hole(before, "\n" + "\n".join(lines[number + 1 :])), wanted
+        before = "\n".join([*lines[max(0, number - 40) : number], indent])
+        yield Hole(before, "\n" + "\n".join(lines[number + 1 : number + 16])), wanted
 
 
 def exact_match(engine: Engine, holes: list[tuple[Hole, str]]) -> float:

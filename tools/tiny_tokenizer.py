@@ -89,8 +89,6 @@ class SampleSettings:
     span_holes: float = 0.4
     line_holes: float = 0.3
     block_lines: int = 8
-    suffix_first: float = 0.5
-    every: int = 1
 
     @property
     def row(self) -> int:
@@ -238,7 +236,7 @@ def fim_pieces(
                 segment[first:last],
                 segment[last:],
                 before,
-                rng.random() < settings.suffix_first,
+                rng.random() < 0.5,
             )
 
 
@@ -327,7 +325,7 @@ def pack_rows(
 def build_rows(source: Path, tokenizer: Path, target: Path, settings: SampleSettings) -> None:
     """Write the token rows of a JSON-lines file of documents as a uint16 .npy array."""
     packages: dict[str, list[Document]] = defaultdict(list)
-    for document in read_documents(source)[:: settings.every]:
+    for document in read_documents(source):
         packages[document.package].append(document)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parts = []

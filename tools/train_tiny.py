@@ -33,14 +33,13 @@ import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_corpus import build_corpus, read_documents
 from tiny_model import CONFIG, Model, TiedLoss
-from tiny_tokenizer import END, MIDDLE, SampleSettings, build_rows, train_tokenizer
+from tiny_tokenizer import SampleSettings, build_rows, train_tokenizer
 from torch import Tensor, nn
 
 MAX_SHIPPED_BYTES = 12_000_000
@@ -67,9 +66,6 @@ class TrainSettings:
     stable: float = 0.30
     clip: float = 1.0
     heldout_rows: int = 64
-    rows: str = "train.npy"
-    checkpoint: str = "checkpoint.pt"
-    focus: float | None = None
     log_steps: int = 10
     checkpoint_s: float = 300.0
     evaluate_s: float = 600.0
@@ -98,7 +94,7 @@ class Trainer:
         self.master = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
         self.model = model.to(torch.bfloat16)
         self.tables = model.tables(torch.bfloat16)
-        self.rows = np.load(settings.work / settings.rows, mmap_mode="r")
+        self.rows = np.load(settings.work / "train.npy", mmap_mode="r")
         heldout = np.load(settings.work / "heldout.npy")
         chosen = np.random.default_rng(settings.seed).permutation(len(heldout))
         self.heldout = heldout[chosen[: settings.heldout_rows]]
@@ -134,12 +130,7 @@ class Trainer:
         """Mean next-token loss of some rows."""
         ids = torch.from_numpy(rows.astype(np.int64))
         hidden = self.model(ids[:, :-1], *self.tables).flatten(0, 1)
-        targets = ids[:, 1:].flatten()
-        if self.settings.focus is not None and torch.is_grad_enabled():
-            chosen = in_middle(ids)[:, 1:].flatten()
-            chosen |= torch.rand(chosen.shape) < self.settings.focus
-            hidden, targets = hidden[chosen], targets[chosen]
-        return TiedLoss.apply(hidden, self.model.embed_tokens.weight, targets, 1024)
+        return TiedLoss.apply(hidden, self.model.embed_tokens.weight, ids[:, 1:].flatten(), 1024)
 
     def step(self) -> float:
         """Take one optimizer step; return its loss."""
@@ -183,22 +174,16 @@ class Trainer:
             "progress": vars(self.progress),
             "rng": torch.get_rng_state(),
         }
-        target = self.settings.work / self.settings.checkpoint
+        target = self.settings.work / "checkpoint.pt"
         torch.save(state, target.with_suffix(".new"))
         target.with_suffix(".new").replace(target)
 
-    def load_weights(self, checkpoint: str) -> dict[str, Any]:
-        """Take the weights of a checkpoint; the rest of it is returned."""
-        state: dict[str, Any] = torch.load(self.settings.work / checkpoint, weights_only=True)
+    def resume(self) -> None:
+        """Go on from the last checkpoint."""
+        state = torch.load(self.settings.work / "checkpoint.pt", weights_only=True)
         with torch.no_grad():
             for name, parameter in self.master.items():
                 parameter.copy_(state["master"][name])
-        self._publish()
-        return state
-
-    def resume(self) -> None:
-        """Go on from the last checkpoint."""
-        state = self.load_weights(self.settings.checkpoint)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.progress = Progress(**state["progress"])
@@ -265,15 +250,6 @@ class Trainer:
             folder.rename(old)
         new.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def in_middle(ids: Tensor) -> Tensor:
-    """Which tokens of rows are the middle of a fill-in-the-middle sample, its end included."""
-    starts, ends = (ids == MIDDLE).int().cumsum(1), (ids == END).int().cumsum(1)
-    after = torch.zeros_like(starts)  # ends seen up to the last middle token
-    after = torch.where(ids == MIDDLE, ends, after).cummax(1).values
-    before_end = ends - (ids == END).int()
-    return (starts > 0) & (before_end == after) & (ids != MIDDLE)
 
 
 def write_history(history: list[dict[str, float]], folder: Path) -> None:
