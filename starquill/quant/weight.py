@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from starquill.quant.affine import AffineWeight
 
 
 class Weight(Protocol):
@@ -60,3 +63,42 @@ class DenseWeight:
 
     def dequantize(self) -> Tensor:
         return self.data
+
+
+@dataclass(frozen=True, eq=False)
+class PermutedWeight:
+    """A weight whose columns are in another order than its input: `y = W x[order]`.
+
+    GPTQ's act-order needs it: groups are of inputs that matter alike, not of neighbours.
+    """
+
+    inner: AffineWeight
+    order: Tensor
+
+    def with_dtype(self, dtype: torch.dtype) -> PermutedWeight:
+        """The same weight, computing in `dtype`."""
+        return replace(self, inner=self.inner.with_dtype(dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.inner.shape
+
+    @property
+    def scheme(self) -> str:
+        return f"{self.inner.scheme} (act-order)"
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes + self.order.numel() * self.order.element_size()
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.inner.matmul(x[..., self.order], bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._in_order(self.inner.rows(ids))
+
+    def dequantize(self) -> Tensor:
+        return self._in_order(self.inner.dequantize())
+
+    def _in_order(self, columns: Tensor) -> Tensor:
+        return columns[..., self.order.argsort()]

@@ -1,0 +1,96 @@
+"""Grouped affine quantization: `w = scale·q + bias`, q of 2 to 8 bits, one scale per group.
+
+The layout is MLX's: a row is one stream of bits, least significant first, so element k takes
+bits k·b to k·b+b of it. Groups run along the input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUPS = (16, 32, 64, 128)
+# Rows that are written out at once by the plain path: bounds its memory to a few megabytes.
+_ROWS_AT_ONCE = 1024
+
+
+def pack(q: Tensor, bits: int) -> Tensor:
+    """Integers `[..., in]` uint8 below 2^bits to a bit stream `[..., in·bits/8]` uint8.
+
+    `in` is a multiple of 8: eight values fill `bits` whole bytes.
+    """
+    words = q.unflatten(-1, (-1, 8)).to(torch.int64)
+    shifts = torch.arange(8, device=q.device) * bits
+    word = (words << shifts).sum(-1, keepdim=True)  # [..., in/8, 1]
+    places = torch.arange(bits, device=q.device) * 8
+    return ((word >> places) & 0xFF).to(torch.uint8).flatten(-2)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """The integers of `pack`, `[..., in]` uint8."""
+    places = torch.arange(bits, device=packed.device) * 8
+    octets = packed.unflatten(-1, (-1, bits)).to(torch.int64)
+    word = (octets << places).sum(-1, keepdim=True)  # [..., in/8, 1]
+    shifts = torch.arange(8, device=packed.device) * bits
+    return ((word >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class AffineWeight:
+    """A quantized matrix `[out, in]` or stack of matrices `[E, out, in]`.
+
+    `packed` `[..., out, in·bits/8]` uint8; `scales` and `biases` `[..., out, in/group]` of any
+    floating type. `dtype` is what it is dequantized to and multiplied in.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor
+    bits: int
+    group: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group)
+
+    @property
+    def scheme(self) -> str:
+        return f"q{self.bits}-g{self.group}"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.packed, self.scales, self.biases))
+
+    def with_dtype(self, dtype: torch.dtype) -> AffineWeight:
+        """The same weight, computing in `dtype`."""
+        return replace(self, dtype=dtype)
+
+    def __getitem__(self, index: int | slice | Tensor) -> AffineWeight:
+        """A view of some experts or rows."""
+        parts = (self.packed[index], self.scales[index], self.biases[index])
+        return AffineWeight(*parts, self.bits, self.group, self.dtype)
+
+    def integers(self) -> Tensor:
+        return unpack(self.packed, self.bits)
+
+    def dequantize(self) -> Tensor:
+        q = self.integers().unflatten(-1, (-1, self.group)).float()
+        values = q * self.scales.float()[..., None] + self.biases.float()[..., None]
+        return values.flatten(-2).to(self.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self[ids].dequantize()
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`[..., in] -> [..., out]`, writing out a band of rows at a time."""
+        bands = [
+            F.linear(x, self[start : start + _ROWS_AT_ONCE].dequantize())
+            for start in range(0, self.shape[0], _ROWS_AT_ONCE)
+        ]
+        y = torch.cat(bands, dim=-1)
+        return y if bias is None else y + bias
