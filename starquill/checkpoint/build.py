@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from starquill.checkpoint.memory import check_memory
 from starquill.checkpoint.source import TensorInfo, WeightSource
 from starquill.errors import CheckpointError, NumericsError, listing
 from starquill.models.spec import ArchSpec, ModelConfig
 from starquill.nn.linear import Embedding, Linear
-from starquill.quant.weight import DenseWeight, Weight
+from starquill.quant.affine import AffineWeight
+from starquill.quant.weight import DenseWeight, PermutedWeight, Weight
 
 _READABLE = ("BF16", "F16", "F32")
+
+
+Stored = Tensor | AffineWeight | PermutedWeight
+Prepare = Callable[[str, Stored], Stored]
+
+
+def as_read(_: str, value: Stored) -> Stored:
+    """The `prepare` that changes nothing."""
+    return value
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,17 @@ def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def build(
-    spec: ArchSpec, config: ModelConfig, source: WeightSource, dtype: torch.dtype
+    spec: ArchSpec,
+    config: ModelConfig,
+    source: WeightSource,
+    dtype: torch.dtype,
+    prepare: Prepare = as_read,
 ) -> BuiltModel:
     """Build the model of `config` and fill it from `source`, computing in `dtype`.
 
-    Norm parameters stay float32. Raises CheckpointError with every missing, unexpected and
-    misshapen tensor at once, before any weight is read.
+    `prepare` may quantize a tensor on its way: it gets our name and what was read. Norm
+    parameters stay float32. Raises CheckpointError with every missing, unexpected and misshapen
+    tensor at once, before any weight is read.
     """
     model = spec.Model(config)
     expected = expected_tensors(model)
@@ -56,9 +69,8 @@ def build(
         del expected[head]
     if problems := tensor_problems(expected, names, source.infos):
         raise CheckpointError(f"the weights do not fit config.json: {problems}")
-    check_memory(sum(math.prod(shape) for shape in expected.values()) * dtype.itemsize)
     for ours, theirs in names.items():
-        _assign(model, ours, source.read(theirs), dtype)
+        _assign(model, ours, prepare(ours, source.read(theirs)), dtype)
     own_head = head in names and not _same_tensor(model, spec)
     if own_head and config.tie_word_embeddings is not False:
         said = "is true" if config.tie_word_embeddings else "is not in config.json"
@@ -71,7 +83,16 @@ def build(
     return BuiltModel(model.eval(), tuple(warnings))
 
 
-def renamed(spec: ArchSpec, found: dict[str, TensorInfo]) -> dict[str, str]:
+def check_fits(spec: ArchSpec, config: ModelConfig, source: WeightSource) -> None:
+    """Raise CheckpointError, as `build` does, for tensors that are not those of `config`."""
+    expected, names = expected_tensors(spec.Model(config)), renamed(spec, source.infos)
+    if f"{spec.head}.weight" not in names:
+        del expected[f"{spec.head}.weight"]
+    if problems := tensor_problems(expected, names, source.infos):
+        raise CheckpointError(f"the weights do not fit config.json: {problems}")
+
+
+def renamed(spec: ArchSpec, found: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Our name -> the checkpoint's name."""
     names: dict[str, str] = {}
     for theirs in found:
@@ -93,7 +114,7 @@ def _head_warnings(config: ModelConfig, has_head: bool, head: str) -> Iterator[s
 
 
 def tensor_problems(
-    expected: dict[str, tuple[int, ...]], names: dict[str, str], found: dict[str, TensorInfo]
+    expected: dict[str, tuple[int, ...]], names: dict[str, str], found: Mapping[str, TensorInfo]
 ) -> str:
     """All that is wrong with the tensors that were `found`, in one line; empty if nothing is.
 
@@ -112,31 +133,47 @@ def tensor_problems(
     ]
     if wrong:
         problems.append(f"wrong shapes: {listing(wrong)}")
-    odd = [f"{name} {i.dtype}" for name, i in sorted(infos.items()) if i.dtype not in _READABLE]
+    matrices = {name for name, shape in expected.items() if len(shape) > 1}
+    odd = [
+        f"{name} {i.dtype}"
+        for name, i in sorted(infos.items())
+        if i.dtype not in _READABLE and not (i.is_quantized and name in matrices)
+    ]
     if odd:
         problems.append(f"unreadable dtypes: {listing(odd)} (expected {', '.join(_READABLE)})")
     return "; ".join(problems)
 
 
-def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+def _assign(model: nn.Module, name: str, value: Stored, dtype: torch.dtype) -> None:
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     if isinstance(module, Linear | Embedding) and attribute == "weight":
-        module.weight = DenseWeight(_convert(tensor, name, dtype))
+        if isinstance(value, Tensor):
+            module.weight = DenseWeight(_convert(value, name, dtype))
+            return
+        affine = value.inner if isinstance(value, PermutedWeight) else value
+        _check_finite(affine.scales, name)
+        _check_finite(affine.biases, name)
+        module.weight = value.with_dtype(dtype)
         return
+    assert isinstance(value, Tensor), f"{name} cannot be quantized"
     # Norms are computed in float32, so their parameters are kept in it.
     kept = dtype if isinstance(module, Linear) else torch.float32
-    setattr(module, attribute, nn.Parameter(_convert(tensor, name, kept), requires_grad=False))
+    setattr(module, attribute, nn.Parameter(_convert(value, name, kept), requires_grad=False))
 
 
 def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    if not _is_finite(tensor):
-        raise CheckpointError(f"{name} has values that are not finite: the file is damaged")
+    _check_finite(tensor, name)
     converted = tensor.to(dtype)
     if tensor.dtype != dtype and dtype != torch.float32 and not _is_finite(converted):
         kind = str(dtype).removeprefix("torch.")
         raise NumericsError(f"{name} has values that {kind} cannot hold; use --dtype float32")
     return converted
+
+
+def _check_finite(tensor: Tensor, name: str) -> None:
+    if not _is_finite(tensor):
+        raise CheckpointError(f"{name} has values that are not finite: the file is damaged")
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -146,7 +183,9 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def _same_tensor(model: nn.Module, spec: ArchSpec) -> bool:
     head, embedding = _weight(model, spec.head), _weight(model, spec.embedding)
-    return torch.equal(head.dequantize(), embedding.dequantize())
+    return head.scheme == embedding.scheme and torch.equal(
+        head.dequantize(), embedding.dequantize()
+    )
 
 
 def _tie(model: nn.Module, spec: ArchSpec) -> None:
@@ -163,8 +202,7 @@ def _weight(model: nn.Module, path: str) -> Weight:
 
 def _check_nothing_on_meta(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        tensors: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
-        if isinstance(module, Linear | Embedding):
-            tensors["weight"] = module.weight.dequantize()
-        for name, tensor in tensors.items():
+        for name, tensor in module.named_parameters(recurse=False):
             assert not tensor.is_meta, f"{path}.{name} was never loaded"
+        if isinstance(module, Linear | Embedding) and isinstance(module.weight, DenseWeight):
+            assert not module.weight.data.is_meta, f"{path}.weight was never loaded"

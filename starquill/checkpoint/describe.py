@@ -6,15 +6,11 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from starquill.checkpoint.build import expected_tensors, renamed, tensor_problems
-from starquill.checkpoint.files import read_json, read_json_if_there
 from starquill.checkpoint.hub import locate
-from starquill.checkpoint.source import TensorInfo, open_headers
-from starquill.checkpoint.tokenizer import load_tokenizer
-from starquill.checkpoint.vocabulary import end_tokens
-from starquill.models import architecture
+from starquill.checkpoint.opening import open_checkpoint
+from starquill.checkpoint.source import TensorInfo
 from starquill.models.spec import ArchSpec
 
 
@@ -50,14 +46,9 @@ def describe(model: str | Path, revision: str | None = None) -> ModelFacts:
     Files that cannot be read are errors, as in `starquill.load`; tensors that do not fit the
     config are told in `warnings`.
     """
-    files = locate(model, revision)
-    raw = read_json(files.folder / "config.json")
-    spec = architecture(raw)
-    config = spec.read_config(raw)
-    infos = open_headers(files).infos
-    tokenizer = load_tokenizer(files.folder)
-    generation = read_json_if_there(files.folder / "generation_config.json")
-    ends, warnings = end_tokens((raw, generation), tokenizer, config.vocab_size)
+    checkpoint = open_checkpoint(locate(model, revision), headers_only=True)
+    spec, config, tokenizer = checkpoint.spec, checkpoint.config, checkpoint.tokenizer
+    infos, warnings = checkpoint.source.infos, list(checkpoint.warnings)
     expected = expected_tensors(spec.Model(config))
     names = renamed(spec, infos)
     if f"{spec.head}.weight" not in names:
@@ -67,12 +58,12 @@ def describe(model: str | Path, revision: str | None = None) -> ModelFacts:
     special = {tokenizer.added[i]: i for i in sorted(tokenizer.special_ids)} if tokenizer else {}
     return ModelFacts(
         name=str(model),
-        folder=str(files.folder),
+        folder=str(checkpoint.folder),
         model_type=spec.model_type,
         parameters=sum(math.prod(shape) for shape in expected.values()),
         bytes=_bytes_per_part(spec, infos),
         dtypes=dict(Counter(info.dtype for info in infos.values())),
-        quantization=_quantization(raw),
+        quantization=_quantization(infos),
         layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -80,7 +71,7 @@ def describe(model: str | Path, revision: str | None = None) -> ModelFacts:
         sliding_window=config.sliding_window,
         chat_template=bool(tokenizer and tokenizer.config.get("chat_template")),
         special_tokens=special,
-        end_tokens=tuple(sorted(ends)),
+        end_tokens=tuple(sorted(checkpoint.end_ids)),
         fill_in_the_middle=None if tokenizer is None else tokenizer.fim is not None,
         warnings=tuple(warnings),
     )
@@ -105,10 +96,7 @@ def _part(spec: ArchSpec, name: str) -> str:
     return "norms" if "norm." in name else "other"
 
 
-def _quantization(raw: dict[str, Any]) -> str | None:
-    """One line on how the checkpoint's config says it is quantized."""
-    settings = raw.get("quantization") or raw.get("quantization_config")
-    if not isinstance(settings, dict):
-        return None
-    method = settings.get("quant_method") or settings.get("mode") or "affine"
-    return f"{method}, {settings.get('bits')} bits, group {settings.get('group_size')}"
+def _quantization(infos: dict[str, TensorInfo]) -> str | None:
+    """One line on how the matrices are quantized, the commonest scheme first."""
+    schemes = Counter(info.dtype for info in infos.values() if info.is_quantized)
+    return ", ".join(f"{s} ({n} tensors)" for s, n in schemes.most_common()) or None

@@ -55,8 +55,8 @@ def locate(model: str | Path, revision: str | None = None) -> ModelFiles:
     if exists(path) and path.is_file():
         return _single_file(path)
     raise CheckpointError(
-        f"no model at {str(model)!r}: expected {EMBEDDED_MODEL!r}, a folder, a .safetensors file, "
-        "or a hub id such as bigcode/starcoder2-3b"
+        f"no model at {str(model)!r}: expected {EMBEDDED_MODEL!r}, a folder, a .safetensors or "
+        ".gguf file, or a hub id such as bigcode/starcoder2-3b"
     )
 
 
@@ -75,11 +75,11 @@ def _as_hub_id(model: str | Path) -> str | None:
 
 
 def _single_file(path: Path) -> ModelFiles:
-    if path.suffix == ".safetensors":
+    if path.suffix in (".safetensors", ".gguf"):
         return ModelFiles(path.parent, path)
     if path.suffix in (".bin", ".pt", ".pth"):
         raise UnsupportedError(PICKLE_REFUSED.format(path))
-    raise UnsupportedError(f"{path}: expected a .safetensors file or a model's folder")
+    raise UnsupportedError(f"{path}: expected a .safetensors or .gguf file, or a model's folder")
 
 
 PICKLE_REFUSED = (

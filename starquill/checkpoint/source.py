@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -17,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from starquill.checkpoint.files import exists, read_json
-from starquill.checkpoint.hub import PICKLE_REFUSED, ModelFiles, remote_headers
+from starquill.checkpoint.hub import PICKLE_REFUSED, ModelFiles, fetch_weights, remote_headers
 from starquill.errors import CheckpointError, UnsupportedError, listing
+from starquill.quant.affine import AffineWeight
+from starquill.quant.weight import PermutedWeight
 
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
@@ -36,11 +38,18 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of one tensor. `dtype` is safetensors' name: BF16, F32..."""
+    """What a file's header says of one tensor.
+
+    `dtype` is safetensors' name (BF16, F32...) or a scheme of `quant.affine` (q4-g64).
+    """
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype.startswith("q")
 
 
 class WeightSource(Protocol):
@@ -48,6 +57,21 @@ class WeightSource(Protocol):
 
     @property
     def infos(self) -> dict[str, TensorInfo]: ...
+
+    @property
+    def warnings(self) -> Sequence[str]: ...
+
+    def read(self, name: str) -> Tensor | AffineWeight | PermutedWeight: ...
+
+
+class DenseSource(Protocol):
+    """A source whose tensors are just as they are stored."""
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]: ...
+
+    @property
+    def warnings(self) -> Sequence[str]: ...
 
     def read(self, name: str) -> Tensor: ...
 
@@ -70,6 +94,7 @@ class SafetensorsSource:
     def __init__(self, place: dict[str, Path]) -> None:
         """`place` says which file each tensor is read from; headers are checked at once."""
         self._place = place
+        self.warnings: tuple[str, ...] = ()
         headers = {path: read_header(path) for path in sorted(set(place.values()))}
         absent = defaultdict(list)
         for name, path in place.items():
@@ -134,6 +159,10 @@ class HeaderSource:
 
     def __init__(self, infos: dict[str, TensorInfo]) -> None:
         self.infos = infos
+        self.warnings: tuple[str, ...] = ()
+
+    def read(self, name: str) -> Tensor:
+        raise AssertionError(f"{name} is known by its header alone")
 
 
 def open_headers(files: ModelFiles) -> SafetensorsSource | HeaderSource:
@@ -159,6 +188,7 @@ def open_source(files: ModelFiles) -> SafetensorsSource:
     With an index, the index alone decides; files it does not name are ignored. Without one,
     every `model*.safetensors` is read and a tensor found twice is an error.
     """
+    files = fetch_weights(files)
     folder = files.folder
     if files.weights is not None:
         return SafetensorsSource(_tensors_in([files.weights]))

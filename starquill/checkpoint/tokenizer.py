@@ -70,6 +70,7 @@ class Tokenizer:
     """A byte-level BPE tokenizer from `tokenizer.json`."""
 
     def __init__(self, definition: dict[str, Any], config: dict[str, Any] | None = None) -> None:
+        self.definition = definition
         self.config = config or {}
         added = definition.get("added_tokens") or []
         self.added: dict[int, str] = {token["id"]: token["content"] for token in added}

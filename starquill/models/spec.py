@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,6 +54,37 @@ class StepBatch:
 
 
 @dataclass(frozen=True)
+class GgufNames:
+    """How llama.cpp writes this architecture into a GGUF file.
+
+    `modules` maps its module names to Hugging Face's, `{}` standing for the layer's number.
+    `config` makes the keys of `config.json` from the file's fields and its tensors' shapes, and
+    says what it had to assume.
+    """
+
+    architecture: str
+    modules: Mapping[str, str]
+    config: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], GgufConfig]
+
+    def rename(self, name: str) -> str:
+        """Hugging Face's name of a tensor; an unknown name stays, and is then unexpected."""
+        module, _, part = name.rpartition(".")
+        if match := re.fullmatch(r"blk\.(\d+)\.(.+)", module):
+            ours = self.modules.get(f"blk.{{}}.{match[2]}", module).format(match[1])
+        else:
+            ours = self.modules.get(module, module)
+        return f"{ours}.{part}"
+
+
+@dataclass(frozen=True)
+class GgufConfig:
+    """A `config.json` made from a GGUF file's fields, and what the user should know of it."""
+
+    raw: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ArchSpec:
     """One architecture: how to read its config, build it and find its tensors.
 
@@ -65,6 +97,7 @@ class ArchSpec:
     layer_prefix: str
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
+    gguf: GgufNames | None = None
 
     def rename(self, name: str) -> str | None:
         # Buffers that old versions of transformers saved; they hold no weights.

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from starquill.errors import CheckpointError
 from starquill.models.config import MOST, MOST_LAYERS, MOST_POSITIONS, ConfigReader, read_rope
-from starquill.models.spec import ArchSpec, StepBatch
+from starquill.models.spec import ArchSpec, GgufConfig, GgufNames, StepBatch
 from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.attention import attend
 from starquill.nn.cache import CacheShape, CacheStep, KvCache
@@ -198,8 +199,61 @@ class Starcoder2ForCausalLM(nn.Module):
         return self.lm_head(hidden).float()
 
 
+# hidden_size of the three published models, which all have this window. GGUF has no key for it.
+_PUBLISHED_WIDTHS, _PUBLISHED_WINDOW = (3072, 4608, 6144), 4096
+_GGUF_KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "norm_epsilon": "attention.layer_norm_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+
+
+def _gguf_config(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> GgufConfig:
+    raw: dict[str, Any] = {
+        key: fields.get(f"starcoder2.{theirs}") for key, theirs in _GGUF_KEYS.items()
+    }
+    if absent := [f"starcoder2.{_GGUF_KEYS[key]}" for key in _GGUF_KEYS if raw[key] is None]:
+        raise CheckpointError(f"the file's fields lack {', '.join(absent)}")
+    raw["model_type"] = "starcoder2"
+    raw["hidden_act"] = "gelu_pytorch_tanh"
+    raw["use_bias"] = "blk.0.attn_q.bias" in shapes
+    raw["vocab_size"] = shapes.get("token_embd.weight", (0,))[0]
+    if "output.weight" in shapes:
+        raw["tie_word_embeddings"] = False
+    if raw["hidden_size"] in _PUBLISHED_WIDTHS:
+        raw["sliding_window"] = _PUBLISHED_WINDOW
+        assumed = f"the published model's sliding window of {_PUBLISHED_WINDOW} is used"
+    else:
+        assumed = "none of the published models has this width, so no sliding window is used"
+    return GgufConfig(raw, (f"GGUF has no key for StarCoder2's sliding window: {assumed}",))
+
+
+GGUF = GgufNames(
+    architecture="starcoder2",
+    modules={
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+        "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
+        "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
+        "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
+        "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
+        "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
+        "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+        "blk.{}.ffn_up": "model.layers.{}.mlp.c_fc",
+        "blk.{}.ffn_down": "model.layers.{}.mlp.c_proj",
+    },
+    config=_gguf_config,
+)
+
 SPEC = ArchSpec(
     model_type="starcoder2",
+    gguf=GGUF,
     read_config=Starcoder2Config.read,
     Model=Starcoder2ForCausalLM,
     layer_prefix="model.layers.",

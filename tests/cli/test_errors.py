@@ -193,7 +193,7 @@ BROKEN: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "yarn with a beta past all": (rope(type="yarn", factor=2, beta_fast=1e308), ("beta_fast",)),
     "dynamic factor 1e308": (rope(type="dynamic", factor=1e308), ("factor",)),
     "dynamic factor below 1": (rope(type="dynamic", factor=0.001), ("factor",)),
-    "quantized": (config(quantization={"bits": 4}), ("quantized",)),
+    "quantized by a number": (config(quantization=4), ("quantization is 4", "an object")),
     "weights missing": (remove(WEIGHTS), ("no .safetensors file",)),
     "weights empty": (data(WEIGHTS, b""), (WEIGHTS, "empty", "0 bytes")),
     "weights a folder": (as_folder(WEIGHTS), (WEIGHTS,)),
@@ -329,11 +329,14 @@ def test_tensors_are_listed_at_once_and_twenty_at_most(folder: Path, capsys: Cap
 def test_models_that_are_not_there(tmp_path: Path, capsys: Capture) -> None:
     for name in ("nowhere", str(tmp_path / "no" / "such" / "model"), "~nobody-at-all/model", "\0"):
         assert "hub id" in error_line(capsys, *generate(name))
-    for file in ("model.gguf", "model.bin", "model.pt", "notes.txt"):
+    for file in ("model.bin", "model.pt", "notes.txt"):
         (tmp_path / file).write_bytes(b"x")
         line = error_line(capsys, *generate(tmp_path / file))
         assert file in line
         assert ".safetensors" in line
+    (tmp_path / "model.gguf").write_bytes(b"x")
+    line = error_line(capsys, *generate(tmp_path / "model.gguf"))
+    assert "model.gguf is not a whole GGUF file (1 bytes)" in line
 
 
 # --- the hub; no test here reaches it ---
