@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
-from starquill.checkpoint.build import build
-from starquill.checkpoint.files import read_json, read_json_if_there
-from starquill.checkpoint.hub import ModelFiles, fetch_weights, locate
-from starquill.checkpoint.source import open_source
-from starquill.checkpoint.tokenizer import load_tokenizer
-from starquill.checkpoint.vocabulary import check_vocabulary, end_tokens
+from starquill.checkpoint.build import as_read, build
+from starquill.checkpoint.hub import ModelFiles, locate
+from starquill.checkpoint.memory import check_memory
+from starquill.checkpoint.opening import open_checkpoint
+from starquill.checkpoint.vocabulary import check_vocabulary
 from starquill.engine.chat import chat_template
 from starquill.engine.loaded import LoadedModel
-from starquill.errors import BadRequestError, UnsupportedError
-from starquill.models import architecture
+from starquill.errors import BadRequestError
+from starquill.isq import IsqPlan, apply_isq
+from starquill.quantizing import QuantOptions, plan_checkpoint, planned_bytes
 
 log = logging.getLogger("starquill")
 
@@ -31,48 +31,44 @@ def load(
     dtype: Dtype = "auto",
     revision: str | None = None,
     allow_padded_vocab: bool = False,
+    quant: str | QuantOptions | None = None,
 ) -> LoadedModel:
-    """Load a model: `default` (the embedded one), a folder, a .safetensors file or a hub id.
+    """Load a model: `default` (the embedded one), a folder, a file or a hub id.
 
     `dtype` is what is computed in; `auto` is float32, whatever the checkpoint stores.
     `allow_padded_vocab` accepts a model with more rows in its vocabulary than the tokenizer
-    has ids. Raises CheckpointError or UnsupportedError, each naming all that is wrong.
+    has ids. `quant` quantizes while loading, one tensor at a time: a scheme (`4`, `q3-g32`), a
+    recipe (`mixed-2-6`), or `QuantOptions`.
+    Raises CheckpointError or UnsupportedError, each naming all that is wrong.
     """
     files = locate(model, revision)
-    raw_config = read_json(files.folder / "config.json")
-    spec = architecture(raw_config)
-    _refuse_quantized(raw_config)
-    config = spec.read_config(raw_config)
+    checkpoint = open_checkpoint(files)
     compute_dtype = _compute_dtype(dtype)
-    tokenizer = load_tokenizer(files.folder)
+    tokenizer, config = checkpoint.tokenizer, checkpoint.config
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, allow_padded_vocab)
-    generation = read_json_if_there(files.folder / "generation_config.json")
-    end_ids, end_warnings = end_tokens((raw_config, generation), tokenizer, config.vocab_size)
-    built = build(spec, config, open_source(fetch_weights(files)), compute_dtype)
-    warnings = (*built.warnings, *end_warnings)
+    plan, prepare = IsqPlan({}), as_read
+    if quant is not None:
+        options = QuantOptions(quant) if isinstance(quant, str) else quant
+        plan = plan_checkpoint(checkpoint, options)
+        prepare = partial(apply_isq, plan)
+    check_memory(planned_bytes(checkpoint, plan, compute_dtype.itemsize))
+    built = build(checkpoint.spec, config, checkpoint.source, compute_dtype, prepare)
+    warnings = (*checkpoint.warnings, *built.warnings)
     for warning in warnings:
-        log.warning("%s: %s", files.folder, warning)
+        log.warning("%s: %s", files.weights or files.folder, warning)
     return LoadedModel(
         name=_display_name(model, files),
-        folder=files.folder,
-        spec=spec,
+        folder=checkpoint.folder,
+        spec=checkpoint.spec,
         config=config,
         model=built.model,
         dtype=compute_dtype,
-        end_ids=end_ids,
+        end_ids=checkpoint.end_ids,
         tokenizer=tokenizer,
         chat_template=chat_template(tokenizer) if tokenizer else None,
         warnings=warnings,
     )
-
-
-def _refuse_quantized(raw_config: Mapping[str, Any]) -> None:
-    if raw_config.get("quantization") or raw_config.get("quantization_config"):
-        raise UnsupportedError(
-            "config.json says that the weights are quantized, and this version reads only dense "
-            "ones; use the original checkpoint"
-        )
 
 
 def _display_name(model: str | Path, files: ModelFiles) -> str:

@@ -21,6 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"checkpoint"}),
     frozenset({"isq", "calibration", "adapters", "anymoe"}),
     frozenset({"engine"}),
+    frozenset({"quantizing"}),
     frozenset({"loading"}),
     frozenset({"server", "cli"}),
 )

@@ -13,9 +13,11 @@ from typing import Annotated
 import typer
 
 from starquill import StarquillError, __version__
+from starquill.cli import evaluate
 from starquill.cli.fill import fill
 from starquill.cli.generate import generate
 from starquill.cli.inspect import inspect
+from starquill.cli.quantize import quantize
 from starquill.errors import printable
 
 USER_ERROR, OUR_ERROR = 2, 1
@@ -31,6 +33,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(fill)
 app.command()(inspect)
+app.command()(quantize)
+app.add_typer(evaluate.app, name="eval")
 
 
 def _print_version(wanted: bool) -> None:

@@ -12,7 +12,13 @@ import typer
 
 from starquill.checkpoint.files import read_text, write_atomically
 from starquill.cli.generate import read_prompt
-from starquill.cli.options import ModelOptions, SamplingOptions, ShowOptions, expand_options
+from starquill.cli.options import (
+    ModelOptions,
+    QuantizeOptions,
+    SamplingOptions,
+    ShowOptions,
+    expand_options,
+)
 from starquill.errors import BadRequestError
 from starquill.types import ContextFile, Hole
 
@@ -71,6 +77,7 @@ def fill(
     ] = False,
     where: PlaceOptions = PlaceOptions(),
     model: ModelOptions = ModelOptions(),
+    quantize: QuantizeOptions = QuantizeOptions(),
     sampling: SamplingOptions = SamplingOptions(),
     show: ShowOptions = ShowOptions(),
 ) -> int:
@@ -84,7 +91,7 @@ def fill(
     from starquill.cli.run import load_model, run
     from starquill.engine.fim import fill_request
 
-    loaded = load_model(model)
+    loaded = load_model(model, quantize)
     request, trimmed = fill_request(loaded, _hole(place, files, repo_name), params)
     if trimmed:
         print(f"warning: left out to fit the context: {trimmed}", file=sys.stderr)

@@ -7,7 +7,13 @@ from typing import Annotated
 
 import typer
 
-from starquill.cli.options import ModelOptions, SamplingOptions, ShowOptions, expand_options
+from starquill.cli.options import (
+    ModelOptions,
+    QuantizeOptions,
+    SamplingOptions,
+    ShowOptions,
+    expand_options,
+)
 from starquill.errors import BadRequestError
 
 
@@ -46,6 +52,7 @@ def generate(
         bool, typer.Option("--chat", help="Put the prompt in the model's chat template.")
     ] = False,
     model: ModelOptions = ModelOptions(),
+    quantize: QuantizeOptions = QuantizeOptions(),
     sampling: SamplingOptions = SamplingOptions(),
     show: ShowOptions = ShowOptions(),
 ) -> int:
@@ -57,7 +64,7 @@ def generate(
     from starquill.cli.run import load_model, run
     from starquill.engine.prompts import chat_request, plain_request
 
-    loaded = load_model(model)
+    loaded = load_model(model, quantize)
     if chat:
         request = chat_request(loaded, [{"role": "user", "content": text}], params)
         return run(loaded, request, show, before="").exit_code

@@ -6,7 +6,8 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Annotated, Any, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from pygments.lexer import Lexer
@@ -16,6 +17,9 @@ from pygments.util import ClassNotFound
 from starquill.engine.params import check_params
 from starquill.errors import BadRequestError
 from starquill.types import SamplingParams
+
+if TYPE_CHECKING:
+    from starquill.quantizing import QuantOptions
 
 
 def expand_options(function: Callable[..., int]) -> Callable[..., int]:
@@ -75,6 +79,39 @@ class ModelOptions:
         bool,
         _option("Accept more vocabulary rows than the tokenizer has.", "--allow-padded-vocab"),
     ] = False
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """How to quantize while loading."""
+
+    quant: Annotated[
+        str | None,
+        _option("Quantize: 2, 3, 4, 5, 6, 8, q4-g64, 3-hqq, mixed-2-6...", metavar="SCHEME"),
+    ] = None
+    quant_override: Annotated[
+        list[str] | None,
+        _option(
+            "Another scheme (or dense) for weights whose name matches; may be repeated.",
+            "--quant-override",
+            metavar="REGEX=SCHEME",
+        ),
+    ] = None
+    topology: Annotated[Path | None, _option("A YAML file of schemes by layer.")] = None
+    calibrate: Annotated[
+        Path | None, _option("Code to weight errors with, or llama.cpp's .imatrix.")
+    ] = None
+
+    def chosen(self) -> QuantOptions | None:
+        """As `quantizing.QuantOptions`; None for no quantization."""
+        from starquill.quantizing import QuantOptions
+
+        if self.quant is not None:
+            overrides = tuple(self.quant_override or ())
+            return QuantOptions(self.quant, overrides, self.topology, self.calibrate)
+        if self.quant_override or self.topology or self.calibrate:
+            raise BadRequestError("--quant-override, --topology and --calibrate need --quant")
+        return None
 
 
 @dataclass(frozen=True)

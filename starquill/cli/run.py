@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from starquill.checkpoint.tokenizer import Tokenizer
-from starquill.cli.options import ModelOptions, ShowOptions
+from starquill.cli.options import ModelOptions, QuantizeOptions, ShowOptions
 from starquill.cli.printing import Printer, SilentPrinter, choose_printer
 from starquill.engine.engine import Engine, Generation
 from starquill.engine.loaded import LoadedModel
@@ -35,12 +35,13 @@ class Outcome:
         return INTERRUPTED if self.finish_reason == "cancelled" else 0
 
 
-def load_model(options: ModelOptions) -> LoadedModel:
+def load_model(options: ModelOptions, quantize: QuantizeOptions) -> LoadedModel:
     return load(
         options.model,
         dtype=options.dtype,  # type: ignore[arg-type]  # load checks it
         revision=options.revision,
         allow_padded_vocab=options.allow_padded_vocab,
+        quant=quantize.chosen(),
     )
 
 

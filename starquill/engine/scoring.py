@@ -1,0 +1,131 @@
+"""How well a model predicts given text: bits per byte, perplexity, and distance to another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from starquill.engine.loaded import LoadedModel
+from starquill.errors import BadRequestError
+from starquill.models.spec import StepBatch
+from starquill.nn.cache import KvCache
+
+CHUNK = 256
+WINDOW = 4096
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over tokens: -log p in nats, and if compared, KL(reference ‖ model) and equal tops."""
+
+    tokens: int = 0
+    bytes: int = 0
+    nats: float = 0.0
+    kl_nats: float = 0.0
+    same_top: int = 0
+    compared: bool = False
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / max(self.bytes, 1)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats / max(self.tokens, 1))
+
+    @property
+    def kl_divergence(self) -> float:
+        """Mean over tokens, in nats."""
+        return self.kl_nats / max(self.tokens, 1)
+
+    @property
+    def top_agreement(self) -> float:
+        """Share of tokens at which both models' likeliest token is the same."""
+        return self.same_top / max(self.tokens, 1)
+
+    def __add__(self, other: Score) -> Score:
+        return Score(
+            self.tokens + other.tokens,
+            self.bytes + other.bytes,
+            self.nats + other.nats,
+            self.kl_nats + other.kl_nats,
+            self.same_top + other.same_top,
+            self.compared or other.compared,
+        )
+
+
+@torch.inference_mode()
+def log_probabilities(loaded: LoadedModel, ids: Sequence[int]) -> Iterator[Tensor]:
+    """log p `[t, V]` of the token after each of `ids`, chunk by chunk."""
+    cache = KvCache(loaded.config.cache_shape(1), loaded.dtype)
+    slot, span = torch.tensor([0]), torch.tensor([len(ids)])
+    for start in range(0, len(ids), CHUNK):
+        piece = torch.tensor([ids[start : start + CHUNK]])
+        positions = cache.lens[:, None] + torch.arange(piece.shape[1])
+        hidden = loaded.model.hidden(StepBatch(piece, positions, slot, span, cache))
+        cache.lens += piece.shape[1]
+        yield loaded.model.logits(hidden)[0].log_softmax(-1)
+
+
+def score_texts(
+    loaded: LoadedModel, texts: Iterable[str], against: LoadedModel | None = None
+) -> Score:
+    """Score each text from its own start, over windows that overlap by half.
+
+    Each token is scored once, with at least half a window before it (or the text's start). A
+    text begins after the end-of-text token, as in training. `against` is a reference model with
+    the same vocabulary.
+    """
+    tokenizer = loaded.require_tokenizer()
+    if against is not None and against.config.vocab_size != loaded.config.vocab_size:
+        raise BadRequestError(
+            f"the models' vocabularies differ ({loaded.config.vocab_size} and "
+            f"{against.config.vocab_size} tokens), so they cannot be compared"
+        )
+    theirs = None if against is None else against.tokenizer
+    if theirs is not None and theirs.token_bytes != tokenizer.token_bytes:
+        raise BadRequestError("the models' vocabularies differ in their tokens")
+    both = [loaded] if against is None else [loaded, against]
+    window = min(WINDOW, *(model.config.context_length for model in both))
+    if window < 2:
+        raise BadRequestError("a context of one token predicts nothing")
+    total = Score()
+    for text in texts:
+        start_id = min(loaded.end_ids, default=0)
+        ids = [start_id, *tokenizer.encode(text)]
+        total += Score(bytes=len(text.encode()))
+        done = 1
+        while done < len(ids):
+            first = max(0, done - window // 2)
+            end = min(first + window, len(ids))
+            total += _score_window(loaded, ids[first:end], done - first, against)
+            done = end
+    return total
+
+
+def _score_window(
+    loaded: LoadedModel, ids: list[int], known: int, against: LoadedModel | None
+) -> Score:
+    """Score `ids[known:]`; those before are context."""
+    ours = log_probabilities(loaded, ids[:-1])
+    theirs = None if against is None else log_probabilities(against, ids[:-1])
+    total = Score(compared=against is not None)
+    position = 1  # of the token that a row of log probabilities is about
+    for logp in ours:
+        reference = None if theirs is None else next(theirs)
+        skip = min(max(known - position, 0), len(logp))
+        wanted = torch.tensor(ids[position : position + len(logp)])[skip:]
+        position += len(logp)
+        logp = logp[skip:]
+        nats = -float(logp.gather(1, wanted[:, None]).sum())
+        kl, same = 0.0, 0
+        if reference is not None:
+            reference = reference[skip:]
+            kl = float((reference.exp() * (reference - logp)).sum())
+            same = int((reference.argmax(1) == logp.argmax(1)).sum())
+        total += Score(len(wanted), 0, nats, kl, same)
+    return total

@@ -1,0 +1,171 @@
+"""In-situ quantization: which tensor gets which scheme, and doing it while loading."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from starquill.checkpoint.build import Stored
+from starquill.checkpoint.source import TensorInfo
+from starquill.errors import BadRequestError, NumericsError, UnsupportedError, listing
+from starquill.models.spec import ArchSpec, ModelConfig
+from starquill.placement import TopologyEntry
+from starquill.quant.quantize import quantize
+from starquill.quant.schemes import Scheme, parse_scheme
+
+# Embedding and head are used at every token and are few: they keep more bits than the rest.
+_MORE_BITS = {2: 4, 3: 6, 4: 6, 5: 8, 6: 8, 8: 8}
+RECIPES = {"mixed-2-6": (2, 6), "mixed-3-6": (3, 6), "mixed-4-6": (4, 6)}
+
+
+@dataclass(frozen=True)
+class IsqPlan:
+    """The scheme of every matrix to be quantized, and why others stay as they are."""
+
+    schemes: Mapping[str, Scheme]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    importances: Mapping[str, Tensor] = field(default_factory=dict)
+    outer: tuple[str, ...] = ()
+
+    def summary(self, infos: Mapping[str, TensorInfo]) -> str:
+        """One line for people: schemes with their counts, mean bits, what was left alone."""
+        counts = Counter(str(scheme) for scheme in self.schemes.values())
+        sizes = {name: _count(infos[name]) for name in self.schemes}
+        bits = sum(s.bits_per_weight * sizes[name] for name, s in self.schemes.items())
+        text = ", ".join(f"{count} x {scheme}" for scheme, count in counts.most_common())
+        text += f"; {bits / max(sum(sizes.values()), 1):.2f} bits a weight"
+        outer = {n: s for n, s in self.schemes.items() if n.startswith(self.outer)}
+        if outer:
+            text += f"; of these {', '.join(f'{n} {s}' for n, s in outer.items())}"
+        if self.skipped:
+            reasons = [f"{name} ({why})" for name, why in self.skipped.items()]
+            text += f"; left as they are: {listing(reasons, 3)}"
+        return text
+
+
+def _count(info: TensorInfo) -> int:
+    total = 1
+    for n in info.shape:
+        total *= n
+    return total
+
+
+@dataclass(frozen=True)
+class Override:
+    """A scheme, or None for "leave dense", for some weights. `matches` gets name and layer."""
+
+    target: str
+    matches: Callable[[str, int | None], bool]
+    scheme: Scheme | None
+
+
+def _scheme_or_dense(text: str) -> Scheme | None:
+    return None if text == "dense" else parse_scheme(text)
+
+
+def parse_override(text: str) -> Override:
+    """`REGEX=SCHEME`, or `REGEX=dense`."""
+    pattern, separator, scheme = text.rpartition("=")
+    if not separator or not pattern:
+        raise BadRequestError(f"--quant-override is {text!r} (expected REGEX=SCHEME)")
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise BadRequestError(
+            f"--quant-override {text!r}: bad regular expression: {error}"
+        ) from None
+
+    def matches(name: str, _: int | None) -> bool:
+        return compiled.search(name) is not None
+
+    return Override(pattern, matches, _scheme_or_dense(scheme))
+
+
+def topology_overrides(entries: Sequence[TopologyEntry]) -> list[Override]:
+    """What a topology file says about quantization, in its order."""
+    return [Override(e.target, e.matches, _scheme_or_dense(e.quant)) for e in entries]
+
+
+def plan_isq(
+    spec: ArchSpec,
+    config: ModelConfig,
+    infos: Mapping[str, TensorInfo],
+    quant: str,
+    overrides: Sequence[Override] = (),
+) -> IsqPlan:
+    """Choose a scheme for every matrix of `infos` (named as the model names them).
+
+    `quant` is a scheme or a recipe. Later overrides win; one that finds nothing is an error.
+    Tensors that are quantized on disk are refused: their integers would be rounded twice.
+    """
+    if stored := sorted(name for name, info in infos.items() if info.is_quantized):
+        raise UnsupportedError(
+            f"the checkpoint is quantized already ({listing(stored, 2)}): load it as it is, or "
+            "quantize the original"
+        )
+    schemes: dict[str, Scheme] = {}
+    skipped: dict[str, str] = {}
+    matrices = [name for name, info in infos.items() if len(info.shape) >= 2]
+    for name in matrices:
+        wanted = _default(spec, config, name, quant)
+        layer = _layer(spec, name)
+        for override in overrides:
+            if override.matches(name, layer):
+                wanted = override.scheme
+        if wanted is None:
+            skipped[name] = "asked for"
+            continue
+        width = infos[name].shape[-1]
+        fitting = wanted.fitting(width)
+        if fitting is None:
+            skipped[name] = f"no group divides its width of {width}"
+        else:
+            schemes[name] = fitting
+    for override in overrides:
+        if not any(override.matches(name, _layer(spec, name)) for name in matrices):
+            raise BadRequestError(f"quantization of {override.target!r} finds no weight")
+    return IsqPlan(schemes, skipped, outer=(spec.embedding, spec.head))
+
+
+def _default(spec: ArchSpec, config: ModelConfig, name: str, quant: str) -> Scheme | None:
+    outer = name.startswith((spec.embedding, spec.head))
+    if quant in RECIPES:
+        low, high = RECIPES[quant]
+        return parse_scheme(str(high if outer or _is_sensitive(spec, config, name) else low))
+    try:
+        scheme = parse_scheme(quant)
+    except BadRequestError as error:
+        raise BadRequestError(f"{error}, or a recipe: {', '.join(RECIPES)}") from None
+    more = _MORE_BITS[scheme.bits]
+    return Scheme(more, 64, scheme.method) if outer and more != scheme.bits else scheme
+
+
+def _layer(spec: ArchSpec, name: str) -> int | None:
+    """The number of the layer that a weight is in; None outside of all."""
+    match = re.match(re.escape(spec.layer_prefix) + r"(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+def _is_sensitive(spec: ArchSpec, config: ModelConfig, name: str) -> bool:
+    """mlx-lm's rule: v_proj and the MLP's output, in the first and last eighth and every third."""
+    number = _layer(spec, name)
+    if number is None or not re.search(r"\.(v_proj|c_proj|down_proj)\.", name):
+        return False
+    eighth = config.num_hidden_layers // 8
+    last = 7 * config.num_hidden_layers // 8
+    return number < eighth or number >= last or (number - eighth) % 3 == 2
+
+
+def apply_isq(plan: IsqPlan, name: str, value: Stored) -> Stored:
+    """`value` as `plan` wants it. Raises NumericsError naming it."""
+    scheme = plan.schemes.get(name)
+    if scheme is None or not isinstance(value, Tensor):
+        return value
+    try:
+        return quantize(value, scheme, plan.importances.get(name))
+    except NumericsError as error:
+        raise NumericsError(f"{name} cannot be quantized: {error}") from None
