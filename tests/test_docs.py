@@ -1,7 +1,7 @@
 """The documentation's commands run as written, and its links lead somewhere.
 
 A block marked `sh` or `python` runs in a folder of the page's own, in the page's order;
-`python file=NAME` is written to that file first.
+a block marked `file=NAME` is written to that file instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUNS_THIS = "./scripts/test"
 
 def runnable(page: Path) -> list[tuple[str, str, str]]:
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
-    return [block for block in blocks if block[0] in ("sh", "python")]
+    return [b for b in blocks if b[0] in ("sh", "python") or b[1].startswith("file=")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -13,49 +13,18 @@ import argparse
 import ast
 import json
 import lzma
-import math
 import random
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tiny_corpus import Document, read_documents
 
 from starquill.engine.engine import Engine
-from starquill.engine.loaded import LoadedModel
-from starquill.engine.runner import Runner
+from starquill.engine.scoring import score_texts
 from starquill.loading import load
 from starquill.types import Hole, SamplingParams
-
-WINDOW, STRIDE = 4096, 2048
-
-
-def nats_of(loaded: LoadedModel, ids: list[int]) -> list[float]:
-    """-log p of every token of `ids` after the first."""
-    nats: list[float] = []
-    for logits in Runner(loaded).score(0, ids[:-1], len(ids)):
-        targets = torch.tensor(ids[len(nats) + 1 : len(nats) + 1 + len(logits)])
-        nats += (-logits.log_softmax(-1).gather(1, targets[:, None]))[:, 0].tolist()
-    return nats
-
-
-def bits_per_byte(loaded: LoadedModel, documents: list[Document]) -> float:
-    """Over strided windows, so that every token but a file's first ones has long context."""
-    tokenizer = loaded.require_tokenizer()
-    total_nats, total_bytes = 0.0, 0
-    for document in documents:
-        ids = [0, *tokenizer.encode(document.text)]
-        done = 1
-        while done < len(ids):
-            start = max(0, done - (WINDOW - STRIDE))
-            end = min(start + WINDOW, len(ids))
-            nats = nats_of(loaded, ids[start:end])
-            total_nats += sum(nats[done - start - 1 :])
-            done = end
-        total_bytes += len(document.text.encode())
-    return total_nats / math.log(2) / total_bytes
 
 
 def xz_bits_per_byte(documents: list[Document]) -> dict[str, float]:
@@ -165,7 +134,7 @@ def main() -> None:
     result = {
         "files": len(documents),
         "bytes": sum(len(document.text.encode()) for document in documents),
-        "bits_per_byte": bits_per_byte(engine.model, documents),
+        "bits_per_byte": score_texts(engine.model, [d.text for d in documents]).bits_per_byte,
         "xz_bits_per_byte": xz_bits_per_byte(documents),
         "function_heads": options.heads,
         "parse_rate": parse_rate(engine, heads),

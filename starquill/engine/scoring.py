@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from starquill.engine.loaded import LoadedModel
+from starquill.engine.runner import Runner
 from starquill.errors import BadRequestError
-from starquill.models.spec import StepBatch
-from starquill.nn.cache import KvCache
 
 CHUNK = 256
 WINDOW = 4096
@@ -58,17 +57,10 @@ class Score:
         )
 
 
-@torch.inference_mode()
 def log_probabilities(loaded: LoadedModel, ids: Sequence[int]) -> Iterator[Tensor]:
     """log p `[t, V]` of the token after each of `ids`, chunk by chunk."""
-    cache = KvCache(loaded.config.cache_shape(1), loaded.dtype)
-    slot, span = torch.tensor([0]), torch.tensor([len(ids)])
-    for start in range(0, len(ids), CHUNK):
-        piece = torch.tensor([ids[start : start + CHUNK]])
-        positions = cache.lens[:, None] + torch.arange(piece.shape[1])
-        hidden = loaded.model.hidden(StepBatch(piece, positions, slot, span, cache))
-        cache.lens += piece.shape[1]
-        yield loaded.model.logits(hidden)[0].log_softmax(-1)
+    for logits in Runner(loaded, prefill_chunk=CHUNK).score(0, ids, len(ids)):
+        yield logits.log_softmax(-1)
 
 
 def score_texts(
