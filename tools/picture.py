@@ -18,13 +18,12 @@ from starquill.engine.engine import Engine
 from starquill.loading import load
 from starquill.types import SamplingParams
 
-PROMPT = '''class Stack:
-    """A last-in, first-out stack."""
+PROMPT = '''import json
+from pathlib import Path
 
-    def __init__(self):
-        self.items = []
 
-    def push(self, item):
+def read_settings(path):
+    """Return the settings that a JSON file holds."""
 '''
 
 
@@ -32,10 +31,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="default")
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max-tokens", type=int, default=80)
+    parser.add_argument("--temp", type=float, default=0.6)
+    parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("docs/colorize.svg"))
     options = parser.parse_args()
-    params = SamplingParams(max_tokens=options.max_tokens, logprobs=0)
+    params = SamplingParams(
+        max_tokens=options.max_tokens, temperature=options.temp, seed=options.seed, logprobs=0
+    )
     text = Text(options.prompt, style="dim")
     for delta in Engine(load(options.model)).generate(options.prompt, params):
         text.append(delta.text, confidence_style(delta))
