@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ class IsqPlan:
     def summary(self, infos: Mapping[str, TensorInfo]) -> str:
         """One line for people: schemes with their counts, mean bits, what was left alone."""
         counts = Counter(str(scheme) for scheme in self.schemes.values())
-        sizes = {name: _count(infos[name]) for name in self.schemes}
+        sizes = {name: math.prod(infos[name].shape) for name in self.schemes}
         bits = sum(s.bits_per_weight * sizes[name] for name, s in self.schemes.items())
         text = ", ".join(f"{count} x {scheme}" for scheme, count in counts.most_common())
         text += f"; {bits / max(sum(sizes.values()), 1):.2f} bits a weight"
@@ -45,13 +46,6 @@ class IsqPlan:
             reasons = [f"{name} ({why})" for name, why in self.skipped.items()]
             text += f"; left as they are: {listing(reasons, 3)}"
         return text
-
-
-def _count(info: TensorInfo) -> int:
-    total = 1
-    for n in info.shape:
-        total *= n
-    return total
 
 
 @dataclass(frozen=True)

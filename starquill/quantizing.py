@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from starquill.calibration import Importances, read_imatrix, second_moments
-from starquill.checkpoint.build import build, check_fits
+from starquill.checkpoint.build import build, compare, renamed
 from starquill.checkpoint.files import read_text
 from starquill.checkpoint.hub import locate
 from starquill.checkpoint.opening import Checkpoint, open_checkpoint
 from starquill.checkpoint.save import ShardWriter, copy_companions, new_folder
+from starquill.checkpoint.source import TensorInfo
 from starquill.errors import UnsupportedError
 from starquill.isq import (
     IsqPlan,
@@ -52,15 +53,15 @@ class QuantizeResult:
     summary: str
 
 
-def renamed(checkpoint: Checkpoint) -> dict[str, str]:
-    """Our name of each tensor -> the checkpoint's."""
-    rename = checkpoint.spec.rename
-    return {ours: name for name in checkpoint.source.infos if (ours := rename(name))}
+def _infos(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """What is stored, by our names."""
+    found = checkpoint.source.infos
+    return {ours: found[name] for ours, name in renamed(checkpoint.spec, found).items()}
 
 
 def plan_checkpoint(checkpoint: Checkpoint, options: QuantOptions) -> IsqPlan:
     """Plan the quantization of a whole checkpoint; runs the model if it is to be calibrated."""
-    infos = {ours: checkpoint.source.infos[name] for ours, name in renamed(checkpoint).items()}
+    infos = _infos(checkpoint)
     overrides: list[Override] = []
     if options.topology is not None:
         layers = checkpoint.config.num_hidden_layers
@@ -76,8 +77,7 @@ def plan_checkpoint(checkpoint: Checkpoint, options: QuantOptions) -> IsqPlan:
 def planned_bytes(checkpoint: Checkpoint, plan: IsqPlan, itemsize: int) -> int:
     """What the weights will take in memory, dense ones in a dtype of `itemsize` bytes."""
     total = 0.0
-    for ours, name in renamed(checkpoint).items():
-        info = checkpoint.source.infos[name]
+    for ours, info in _infos(checkpoint).items():
         weights = math.prod(info.shape)
         if info.is_quantized:
             total += info.nbytes
@@ -100,7 +100,7 @@ def _importances(checkpoint: Checkpoint, data: Path) -> Importances:
         built = build(checkpoint.spec, checkpoint.config, checkpoint.source, torch.float32)
         found = second_moments(built.model, checkpoint.config, texts, torch.float32)
     head, embedding = f"{checkpoint.spec.head}.weight", f"{checkpoint.spec.embedding}.weight"
-    if head in found and head not in renamed(checkpoint):
+    if head in found and head not in _infos(checkpoint):
         found[embedding] = found.pop(head)  # tied: it is multiplied with as the head
     return found
 
@@ -118,14 +118,15 @@ def quantize_checkpoint(
     The layout is MLX's, so mlx-lm loads it too. `on_progress` gets bytes read and their total.
     """
     checkpoint = open_checkpoint(locate(model, revision))
-    names = renamed(checkpoint)
-    infos = {ours: checkpoint.source.infos[name] for ours, name in names.items()}
-    check_fits(checkpoint.spec, checkpoint.config, checkpoint.source)
+    spec = checkpoint.spec
+    fit = compare(spec, spec.Model(checkpoint.config), checkpoint.source.infos)
+    fit.check()
+    infos = _infos(checkpoint)
     plan = plan_checkpoint(checkpoint, options)
     total, done = sum(info.nbytes for info in infos.values()), 0
     with new_folder(out) as folder:
         writer = ShardWriter(folder)
-        for ours, name in names.items():
+        for ours, name in fit.names.items():
             value = apply_isq(plan, ours, checkpoint.source.read(name))
             assert not isinstance(value, PermutedWeight), "quantized sources are refused"
             writer.add(ours, value)

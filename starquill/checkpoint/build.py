@@ -61,14 +61,11 @@ def build(
     tensor at once, before any weight is read.
     """
     model = spec.Model(config)
-    expected = expected_tensors(model)
-    names = renamed(spec, source.infos)
+    fit = compare(spec, model, source.infos)
+    fit.check()
+    names = fit.names
     head, embedding = f"{spec.head}.weight", f"{spec.embedding}.weight"
     warnings = list(_head_warnings(config, head in names, head))
-    if head not in names:
-        del expected[head]
-    if problems := tensor_problems(expected, names, source.infos):
-        raise CheckpointError(f"the weights do not fit config.json: {problems}")
     for ours, theirs in names.items():
         _assign(model, ours, prepare(ours, source.read(theirs)), dtype)
     own_head = head in names and not _same_tensor(model, spec)
@@ -83,13 +80,29 @@ def build(
     return BuiltModel(model.eval(), tuple(warnings))
 
 
-def check_fits(spec: ArchSpec, config: ModelConfig, source: WeightSource) -> None:
-    """Raise CheckpointError, as `build` does, for tensors that are not those of `config`."""
-    expected, names = expected_tensors(spec.Model(config)), renamed(spec, source.infos)
+@dataclass(frozen=True)
+class Fit:
+    """A model's tensors beside those that were found.
+
+    `expected` has their shapes, without the head where it is tied; `names` maps our names to
+    those found; `problems` is one line, empty if there are none.
+    """
+
+    expected: dict[str, tuple[int, ...]]
+    names: dict[str, str]
+    problems: str
+
+    def check(self) -> None:
+        if self.problems:
+            raise CheckpointError(f"the weights do not fit config.json: {self.problems}")
+
+
+def compare(spec: ArchSpec, model: nn.Module, found: Mapping[str, TensorInfo]) -> Fit:
+    """Hold the tensors that were `found` against those that `model` is made of."""
+    expected, names = expected_tensors(model), renamed(spec, found)
     if f"{spec.head}.weight" not in names:
         del expected[f"{spec.head}.weight"]
-    if problems := tensor_problems(expected, names, source.infos):
-        raise CheckpointError(f"the weights do not fit config.json: {problems}")
+    return Fit(expected, names, _problems(expected, names, found))
 
 
 def renamed(spec: ArchSpec, found: Mapping[str, TensorInfo]) -> dict[str, str]:
@@ -113,13 +126,9 @@ def _head_warnings(config: ModelConfig, has_head: bool, head: str) -> Iterator[s
         )
 
 
-def tensor_problems(
+def _problems(
     expected: dict[str, tuple[int, ...]], names: dict[str, str], found: Mapping[str, TensorInfo]
 ) -> str:
-    """All that is wrong with the tensors that were `found`, in one line; empty if nothing is.
-
-    `names` maps our names to those in `found`.
-    """
     problems = []
     if missing := sorted(expected.keys() - names.keys()):
         problems.append(f"missing tensors: {listing(missing)}")

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from starquill.checkpoint.build import expected_tensors, renamed, tensor_problems
+from starquill.checkpoint.build import compare
 from starquill.checkpoint.hub import locate
 from starquill.checkpoint.opening import open_checkpoint
 from starquill.checkpoint.source import TensorInfo
@@ -49,18 +49,15 @@ def describe(model: str | Path, revision: str | None = None) -> ModelFacts:
     checkpoint = open_checkpoint(locate(model, revision), headers_only=True)
     spec, config, tokenizer = checkpoint.spec, checkpoint.config, checkpoint.tokenizer
     infos, warnings = checkpoint.source.infos, list(checkpoint.warnings)
-    expected = expected_tensors(spec.Model(config))
-    names = renamed(spec, infos)
-    if f"{spec.head}.weight" not in names:
-        del expected[f"{spec.head}.weight"]
-    if problems := tensor_problems(expected, names, infos):
-        warnings.append(f"cannot be loaded: {problems}")
+    fit = compare(spec, spec.Model(config), infos)
+    if fit.problems:
+        warnings.append(f"cannot be loaded: {fit.problems}")
     special = {tokenizer.added[i]: i for i in sorted(tokenizer.special_ids)} if tokenizer else {}
     return ModelFacts(
         name=str(model),
         folder=str(checkpoint.folder),
         model_type=spec.model_type,
-        parameters=sum(math.prod(shape) for shape in expected.values()),
+        parameters=sum(math.prod(shape) for shape in fit.expected.values()),
         bytes=_bytes_per_part(spec, infos),
         dtypes=dict(Counter(info.dtype for info in infos.values())),
         quantization=_quantization(infos),

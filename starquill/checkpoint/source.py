@@ -91,11 +91,10 @@ class SafetensorsSource:
     memory opens like any other.
     """
 
-    def __init__(self, place: dict[str, Path]) -> None:
-        """`place` says which file each tensor is read from; headers are checked at once."""
+    def __init__(self, place: dict[str, Path], headers: dict[Path, dict[str, _Location]]) -> None:
+        """`place` says which file each tensor is read from, `headers` what the files hold."""
         self._place = place
         self.warnings: tuple[str, ...] = ()
-        headers = {path: read_header(path) for path in sorted(set(place.values()))}
         absent = defaultdict(list)
         for name, path in place.items():
             if name not in headers[path]:
@@ -191,9 +190,9 @@ def open_source(files: ModelFiles) -> SafetensorsSource:
     files = fetch_weights(files)
     folder = files.folder
     if files.weights is not None:
-        return SafetensorsSource(_tensors_in([files.weights]))
+        return _all_of([files.weights])
     if (folder / INDEX).exists():
-        return SafetensorsSource(_indexed(folder))
+        return _indexed(folder)
     paths = sorted(folder.glob("model*.safetensors"))
     if not paths:
         candidates = sorted(folder.glob("*.safetensors"))
@@ -201,7 +200,7 @@ def open_source(files: ModelFiles) -> SafetensorsSource:
     if not paths:
         raise _no_weights(folder)
     _check_shards_complete(folder, (path.name for path in paths))
-    return SafetensorsSource(_tensors_in(paths))
+    return _all_of(paths)
 
 
 def _no_weights(folder: Path) -> CheckpointError | UnsupportedError:
@@ -211,15 +210,16 @@ def _no_weights(folder: Path) -> CheckpointError | UnsupportedError:
     return CheckpointError(f"{folder} has no .safetensors file")
 
 
-def _tensors_in(paths: list[Path]) -> dict[str, Path]:
-    places = [(name, path) for path in paths for name in read_header(path)]
+def _all_of(paths: list[Path]) -> SafetensorsSource:
+    headers = {path: read_header(path) for path in paths}
+    places = [(name, path) for path, header in headers.items() for name in header]
     twice = [name for name, count in Counter(name for name, _ in places).items() if count > 1]
     if twice:
         raise CheckpointError(
             f"{paths[0].parent} holds tensors in more than one file and no {INDEX} to tell which "
             f"counts: {listing(sorted(twice))}; remove the stray file"
         )
-    return dict(places)
+    return SafetensorsSource(dict(places), headers)
 
 
 def _check_shards_complete(folder: Path, names: Iterable[str]) -> None:
@@ -237,7 +237,7 @@ def _check_shards_complete(folder: Path, names: Iterable[str]) -> None:
         raise CheckpointError(f"{folder} lacks shards: {listing(missing)}; download it again")
 
 
-def _indexed(folder: Path) -> dict[str, Path]:
+def _indexed(folder: Path) -> SafetensorsSource:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX} has no weight_map (expected tensor -> file name)")
@@ -253,7 +253,8 @@ def _indexed(folder: Path) -> dict[str, Path]:
         raise CheckpointError(
             f"{folder} lacks shards that {INDEX} names: {listing(missing)}; download it again"
         )
-    return {name: folder / file for name, file in weight_map.items()}
+    place = {name: folder / file for name, file in weight_map.items()}
+    return SafetensorsSource(place, {folder / file: read_header(folder / file) for file in files})
 
 
 def _is_plain_name(file: object) -> bool:
