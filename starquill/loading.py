@@ -9,16 +9,21 @@ from typing import Literal, get_args
 
 import torch
 
-from starquill.checkpoint.build import as_read, build
+from starquill.checkpoint.build import build
 from starquill.checkpoint.hub import ModelFiles, locate
-from starquill.checkpoint.memory import check_memory
 from starquill.checkpoint.opening import open_checkpoint
 from starquill.checkpoint.vocabulary import check_vocabulary
 from starquill.engine.chat import chat_template
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import BadRequestError
 from starquill.isq import IsqPlan, apply_isq
-from starquill.quantizing import QuantOptions, plan_checkpoint, planned_bytes
+from starquill.quantizing import (
+    OnProgress,
+    QuantOptions,
+    Reading,
+    plan_checkpoint,
+    planned_bytes,
+)
 
 log = logging.getLogger("starquill")
 
@@ -32,13 +37,16 @@ def load(
     revision: str | None = None,
     allow_padded_vocab: bool = False,
     quant: str | QuantOptions | None = None,
+    exact: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> LoadedModel:
     """Load a model: `default` (the embedded one), a folder, a file or a hub id.
 
     `dtype` is what is computed in; `auto` is float32, whatever the checkpoint stores.
     `allow_padded_vocab` accepts a model with more rows in its vocabulary than the tokenizer
     has ids. `quant` quantizes while loading, one tensor at a time: a scheme (`4`, `q3-g32`), a
-    recipe (`mixed-2-6`), or `QuantOptions`.
+    recipe (`mixed-2-6`), or `QuantOptions`. Products with quantized weights round activations
+    to int8 for each group, unless `exact`.
     Raises CheckpointError or UnsupportedError, each naming all that is wrong.
     """
     files = locate(model, revision)
@@ -47,13 +55,21 @@ def load(
     tokenizer, config = checkpoint.tokenizer, checkpoint.config
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, allow_padded_vocab)
-    plan, prepare = IsqPlan({}), as_read
+    plan = IsqPlan({})
     if quant is not None:
         options = QuantOptions(quant) if isinstance(quant, str) else quant
         plan = plan_checkpoint(checkpoint, options)
-        prepare = partial(apply_isq, plan)
-    check_memory(planned_bytes(checkpoint, plan, compute_dtype.itemsize))
-    built = build(checkpoint.spec, config, checkpoint.source, compute_dtype, prepare)
+    resident = planned_bytes(checkpoint, plan, compute_dtype.itemsize)
+    reading = Reading(checkpoint, plan, resident, resident, on_progress)
+    built = build(
+        checkpoint.spec,
+        config,
+        checkpoint.source,
+        compute_dtype,
+        partial(apply_isq, plan),
+        exact=exact,
+        on_read=reading.read,
+    )
     warnings = (*checkpoint.warnings, *built.warnings)
     for warning in warnings:
         log.warning("%s: %s", files.weights or files.folder, warning)

@@ -14,8 +14,9 @@ from starquill.calibration import Importances, read_imatrix, second_moments
 from starquill.checkpoint.build import build, compare, renamed
 from starquill.checkpoint.files import read_text
 from starquill.checkpoint.hub import locate
+from starquill.checkpoint.memory import check_memory
 from starquill.checkpoint.opening import Checkpoint, open_checkpoint
-from starquill.checkpoint.save import ShardWriter, copy_companions, new_folder
+from starquill.checkpoint.save import SHARD_BYTES, ShardWriter, copy_companions, new_folder
 from starquill.checkpoint.source import TensorInfo
 from starquill.errors import UnsupportedError
 from starquill.isq import (
@@ -53,6 +54,59 @@ class QuantizeResult:
     summary: str
 
 
+@dataclass(frozen=True)
+class LoadProgress:
+    """How far the reading of a checkpoint has come, in bytes, and what it will take.
+
+    The first report has `done` 0, before anything is read. `result` is the size of the weights
+    that come out, `peak` the most memory that is needed on the way; `summary` the plan to
+    quantize, or empty.
+    """
+
+    done: int
+    total: int
+    result: int
+    peak: int
+    summary: str
+
+    def sizes(self) -> str:
+        return f"{self.result / 1e9:.2f} GB, {self.peak / 1e9:.2f} GB of memory on the way"
+
+
+OnProgress = Callable[[LoadProgress], None]
+
+
+class Reading:
+    """Follows a checkpoint as it is read tensor by tensor, refusing one that cannot fit."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: IsqPlan,
+        result: int,
+        kept: int,
+        on_progress: OnProgress | None,
+    ) -> None:
+        """`result` bytes of weights come out, of which at most `kept` are in memory at once."""
+        self._infos = _infos(checkpoint)
+        largest = max((info.nbytes for info in self._infos.values()), default=0)
+        summary = plan.summary(self._infos) if plan.schemes else ""
+        total = sum(info.nbytes for info in self._infos.values())
+        self._at = LoadProgress(0, total, result, kept + largest, summary)
+        self._on_progress = on_progress
+        check_memory(self._at.peak, plan.schemes != {})
+        self._report()
+
+    def read(self, name: str) -> None:
+        """The tensor that we call `name` has been read."""
+        self._at = replace(self._at, done=self._at.done + self._infos[name].nbytes)
+        self._report()
+
+    def _report(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self._at)
+
+
 def _infos(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     """What is stored, by our names."""
     found = checkpoint.source.infos
@@ -74,15 +128,15 @@ def plan_checkpoint(checkpoint: Checkpoint, options: QuantOptions) -> IsqPlan:
     return replace(plan, importances=_importances(checkpoint, options.calibrate))
 
 
-def planned_bytes(checkpoint: Checkpoint, plan: IsqPlan, itemsize: int) -> int:
-    """What the weights will take in memory, dense ones in a dtype of `itemsize` bytes."""
+def planned_bytes(checkpoint: Checkpoint, plan: IsqPlan, itemsize: int | None = None) -> int:
+    """What the weights will take, dense ones in a dtype of `itemsize` bytes or as stored."""
     total = 0.0
     for ours, info in _infos(checkpoint).items():
         weights = math.prod(info.shape)
-        if info.is_quantized:
-            total += info.nbytes
-        elif ours in plan.schemes:
+        if ours in plan.schemes:
             total += weights * plan.schemes[ours].bits_per_weight / 8
+        elif info.is_quantized or itemsize is None:
+            total += info.nbytes
         else:
             total += weights * itemsize
     return round(total)
@@ -111,11 +165,11 @@ def quantize_checkpoint(
     options: QuantOptions,
     *,
     revision: str | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> QuantizeResult:
     """Write `model` quantized to the new folder `out`, all of it or nothing.
 
-    The layout is MLX's, so mlx-lm loads it too. `on_progress` gets bytes read and their total.
+    The layout is MLX's, so mlx-lm loads it too.
     """
     checkpoint = open_checkpoint(locate(model, revision))
     spec = checkpoint.spec
@@ -123,18 +177,19 @@ def quantize_checkpoint(
     fit.check()
     infos = _infos(checkpoint)
     plan = plan_checkpoint(checkpoint, options)
-    total, done = sum(info.nbytes for info in infos.values()), 0
+    result = planned_bytes(checkpoint, plan)
     with new_folder(out) as folder:
+        # What stays in memory until it is written is a shard.
+        reading = Reading(checkpoint, plan, result, min(result, SHARD_BYTES), on_progress)
         writer = ShardWriter(folder)
         for ours, name in fit.names.items():
             value = apply_isq(plan, ours, checkpoint.source.read(name))
             assert not isinstance(value, PermutedWeight), "quantized sources are refused"
             writer.add(ours, value)
-            done += infos[ours].nbytes
-            if on_progress is not None:
-                on_progress(done, total)
+            reading.read(ours)
         _write_companions(checkpoint, folder)
         writer.finish(checkpoint.raw_config)
+    total = sum(info.nbytes for info in infos.values())
     return QuantizeResult(total, writer.total_bytes, plan.summary(infos))
 
 

@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "starquill"
 # Each layer may import those before it; folders that share a layer do not import each other.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors"}),
-    frozenset({"placement", "quant", "kernels"}),
+    frozenset({"placement", "kernels"}),
+    frozenset({"quant"}),
     frozenset({"nn"}),
     frozenset({"models"}),
     frozenset({"checkpoint"}),

@@ -215,7 +215,7 @@ def test_logits_are_those_of_the_dequantized(tmp_path: Path, quant: str, head: b
     """Against transformers with the weights written out, and near the model itself."""
     raw = tiny.config(tie_word_embeddings=not head)
     state = tiny.weights(raw, head)
-    loaded = load(tiny.write_checkpoint(tmp_path, raw, state), quant=quant)
+    loaded = load(tiny.write_checkpoint(tmp_path, raw, state), quant=quant, exact=True)
     held = {n: w.dequantize() for n, w in _weights(loaded).items() if n in state}
     assert all(isinstance(w, AffineWeight) for w in _weights(loaded).values())
     ids = tiny.random_ids(30)

@@ -15,13 +15,22 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from starquill import loading
+from starquill.checkpoint import memory
 from starquill.checkpoint.save import ShardWriter
 from starquill.engine.loaded import LoadedModel
-from starquill.errors import BadRequestError, CheckpointError, NumericsError, StarquillError
-from starquill.loading import load
+from starquill.errors import (
+    BadRequestError,
+    CapacityError,
+    CheckpointError,
+    NumericsError,
+    StarquillError,
+)
 from starquill.quant.affine import BITS, GROUPS, AffineWeight
-from starquill.quantizing import QuantOptions, quantize_checkpoint
+from starquill.quantizing import LoadProgress, QuantOptions, quantize_checkpoint
 from tests import tiny
+
+load = functools.partial(loading.load, exact=True)  # to compare closely
 
 INDEX = "model.safetensors.index.json"
 F16 = tiny.SHARED / "data" / "starcoder2-tiny" / "gguf" / "f16.gguf"
@@ -300,16 +309,36 @@ def test_a_checkpoint_that_would_not_load_is_refused(tmp_path: Path, damage: str
 
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    options = QuantOptions("4")
+    seen: list[LoadProgress] = []
     source = _source(tmp_path / "m")
-    result = quantize_checkpoint(
-        source, tmp_path / "out", options, on_progress=lambda *at: seen.append(at)
-    )
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert {total for _, total in seen} == {result.bytes_read}
-    assert seen[-1] == (result.bytes_read, result.bytes_read)
-    assert "q4-g64" in result.summary
+    options = QuantOptions("4")
+    result = quantize_checkpoint(source, tmp_path / "out", options, on_progress=seen.append)
+    assert [at.done for at in seen] == sorted(at.done for at in seen)
+    assert {at.total for at in seen} == {result.bytes_read}
+    assert (seen[0].done, seen[-1].done) == (0, result.bytes_read)
+    assert {at.summary for at in seen} == {result.summary}
+    assert {at.result for at in seen} == {result.bytes_written}
+    loading_seen: list[LoadProgress] = []
+    loaded = load(source, quant="4", on_progress=loading_seen.append)
+    held = {id(weight): weight.nbytes for weight in _weights(loaded).values()}
+    vectors = sum(4 * parameter.numel() for parameter in loaded.model.parameters())
+    assert loading_seen[0].result == sum(held.values()) + vectors
+    assert loading_seen[0].peak > loading_seen[0].result
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _source(tmp_path / "m")
+    seen: list[LoadProgress] = []
+    load(source, quant="4", on_progress=seen.append)
+    monkeypatch.setattr(memory, "available_memory", lambda: seen[0].peak)
+    load(source, quant="4")
+    monkeypatch.setattr(memory, "available_memory", lambda: seen[0].peak - 1)
+    with pytest.raises(CapacityError, match=r"needs 0\.0 GB and 0\.0 GB .* fewer bits"):
+        load(source, quant="4")
+    with pytest.raises(CapacityError, match=r"--quant 4"):
+        load(source)
 
 
 # --- from GGUF ---

@@ -53,12 +53,16 @@ def build(
     source: WeightSource,
     dtype: torch.dtype,
     prepare: Prepare = as_read,
+    *,
+    exact: bool = False,
+    on_read: Callable[[str], None] | None = None,
 ) -> BuiltModel:
     """Build the model of `config` and fill it from `source`, computing in `dtype`.
 
-    `prepare` may quantize a tensor on its way: it gets our name and what was read. Norm
-    parameters stay float32. Raises CheckpointError with every missing, unexpected and misshapen
-    tensor at once, before any weight is read.
+    `prepare` may quantize a tensor on its way: it gets our name and what was read. `exact`
+    keeps activations as they are in products with quantized weights; `on_read` is told each
+    name. Norm parameters stay float32. Raises CheckpointError with every missing, unexpected and
+    misshapen tensor at once, before any weight is read.
     """
     model = spec.Model(config)
     fit = compare(spec, model, source.infos)
@@ -67,7 +71,12 @@ def build(
     head, embedding = f"{spec.head}.weight", f"{spec.embedding}.weight"
     warnings = list(_head_warnings(config, head in names, head))
     for ours, theirs in names.items():
-        _assign(model, ours, prepare(ours, source.read(theirs)), dtype)
+        value = prepare(ours, source.read(theirs))
+        if not isinstance(value, Tensor):
+            value = value.computing(dtype, exact)
+        _assign(model, ours, value, dtype)
+        if on_read is not None:
+            on_read(ours)
     own_head = head in names and not _same_tensor(model, spec)
     if own_head and config.tie_word_embeddings is not False:
         said = "is true" if config.tie_word_embeddings else "is not in config.json"
@@ -163,7 +172,7 @@ def _assign(model: nn.Module, name: str, value: Stored, dtype: torch.dtype) -> N
         affine = value.inner if isinstance(value, PermutedWeight) else value
         _check_finite(affine.scales, name)
         _check_finite(affine.biases, name)
-        module.weight = value.with_dtype(dtype)
+        module.weight = value
         return
     assert isinstance(value, Tensor), f"{name} cannot be quantized"
     # Norms are computed in float32, so their parameters are kept in it.

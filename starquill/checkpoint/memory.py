@@ -18,11 +18,12 @@ def available_memory() -> int | None:
     return int(match[1]) * 1024 if match else None
 
 
-def check_memory(needed: int) -> None:
-    """Raise CapacityError if `needed` bytes of weights are more than there are."""
+def check_memory(needed: int, quantizing: bool) -> None:
+    """Raise CapacityError if loading takes `needed` bytes at its peak and there are fewer."""
     available = available_memory()
     if available is not None and needed > available:
+        advice = "fewer bits" if quantizing else "--quant 4, --dtype bfloat16 (half as much)"
         raise CapacityError(
-            f"the weights need {needed / 1e9:.1f} GB and {available / 1e9:.1f} GB of memory are "
-            "free; use --dtype bfloat16 (half as much) or a smaller model"
+            f"loading needs {needed / 1e9:.1f} GB and {available / 1e9:.1f} GB of memory are "
+            f"free; use {advice} or a smaller model"
         )

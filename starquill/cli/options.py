@@ -79,6 +79,9 @@ class ModelOptions:
         bool,
         _option("Accept more vocabulary rows than the tokenizer has.", "--allow-padded-vocab"),
     ] = False
+    exact: Annotated[
+        bool, _option("Multiply quantized weights with unrounded activations.", "--exact")
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -24,29 +23,12 @@ def quantize(
     options: QuantizeOptions = QuantizeOptions(),
 ) -> int:
     """Quantize a model into a folder, in MLX's layout."""
-    from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
+    from starquill.cli.progress import reading_bar
     from starquill.quantizing import quantize_checkpoint
 
     chosen = replace(options, quant=options.quant or DEFAULT_SCHEME).chosen()
     assert chosen is not None
-    columns = (*Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    bar = Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar as progress:
-        task = progress.add_task("quantizing", total=None)
-
-        def show(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
+    with reading_bar("quantizing") as show:
         result = quantize_checkpoint(model, out, chosen, revision=revision, on_progress=show)
     print(f"{out}: {result.bytes_written:,} bytes from {result.bytes_read:,}")
-    print(result.summary, file=sys.stderr)
     return 0

@@ -10,6 +10,7 @@ from typing import Any
 from starquill.checkpoint.tokenizer import Tokenizer
 from starquill.cli.options import ModelOptions, QuantizeOptions, ShowOptions
 from starquill.cli.printing import Printer, SilentPrinter, choose_printer
+from starquill.cli.progress import reading_bar
 from starquill.engine.engine import Engine, Generation
 from starquill.engine.loaded import LoadedModel
 from starquill.loading import load
@@ -36,13 +37,16 @@ class Outcome:
 
 
 def load_model(options: ModelOptions, quantize: QuantizeOptions) -> LoadedModel:
-    return load(
-        options.model,
-        dtype=options.dtype,  # type: ignore[arg-type]  # load checks it
-        revision=options.revision,
-        allow_padded_vocab=options.allow_padded_vocab,
-        quant=quantize.chosen(),
-    )
+    with reading_bar("loading" if quantize.quant is None else "quantizing") as show:
+        return load(
+            options.model,
+            dtype=options.dtype,  # type: ignore[arg-type]  # load checks it
+            revision=options.revision,
+            allow_padded_vocab=options.allow_padded_vocab,
+            quant=quantize.chosen(),
+            exact=options.exact,
+            on_progress=show,
+        )
 
 
 def run(

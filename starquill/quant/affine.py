@@ -7,10 +7,14 @@ bits k·b to k·b+b of it. Groups run along the input.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from starquill.kernels.matmul import AffineKernel
+from starquill.kernels.native import serves
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (16, 32, 64, 128)
@@ -44,7 +48,8 @@ class AffineWeight:
     """A quantized matrix `[out, in]` or stack of matrices `[E, out, in]`.
 
     `packed` `[..., out, in·bits/8]` uint8; `scales` and `biases` `[..., out, in/group]` of any
-    floating type. `dtype` is what it is dequantized to and multiplied in.
+    floating type. `dtype` is what it is dequantized to and multiplied in. On the CPU products
+    round activations to int8 for each group, unless `exact` (see `kernels.matmul`).
     """
 
     packed: Tensor
@@ -53,6 +58,7 @@ class AffineWeight:
     bits: int
     group: int
     dtype: torch.dtype = torch.float32
+    exact: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,28 +72,44 @@ class AffineWeight:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.packed, self.scales, self.biases))
 
-    def with_dtype(self, dtype: torch.dtype) -> AffineWeight:
-        """The same weight, computing in `dtype`."""
-        return replace(self, dtype=dtype)
+    def computing(self, dtype: torch.dtype, exact: bool) -> AffineWeight:
+        """The same weight, computing in `dtype`, exactly or not."""
+        return replace(self, dtype=dtype, exact=exact)
 
     def __getitem__(self, index: int | slice | Tensor) -> AffineWeight:
         """A view of some experts or rows."""
         parts = (self.packed[index], self.scales[index], self.biases[index])
-        return AffineWeight(*parts, self.bits, self.group, self.dtype)
+        return AffineWeight(*parts, self.bits, self.group, self.dtype, self.exact)
 
     def integers(self) -> Tensor:
         return unpack(self.packed, self.bits)
 
+    @cached_property
+    def _kernel(self) -> AffineKernel | None:
+        if not serves(self.packed) or self.packed.dim() != 2:
+            return None
+        dtype = torch.promote_types(self.scales.dtype, self.biases.dtype)
+        scales, biases = (part.to(dtype).contiguous() for part in (self.scales, self.biases))
+        return AffineKernel(self.packed.contiguous(), scales, biases, self.bits, self.group)
+
     def dequantize(self) -> Tensor:
+        if self._kernel is not None:
+            return self._kernel.dequantize().to(self.dtype)
         q = self.integers().unflatten(-1, (-1, self.group)).float()
         values = q * self.scales.float()[..., None] + self.biases.float()[..., None]
         return values.flatten(-2).to(self.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self[ids].dequantize()
+        return self[ids.flatten()].dequantize().unflatten(0, ids.shape)
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`[..., in] -> [..., out]`, writing out a band of rows at a time."""
+        """`[..., in] -> [..., out]`."""
+        if self._kernel is not None and serves(x):
+            return self._kernel.matmul(x, bias, self.exact)
+        return self._in_bands(x, bias)
+
+    def _in_bands(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product in plain torch, writing out a band of rows at a time."""
         bands = [
             F.linear(x, self[start : start + _ROWS_AT_ONCE].dequantize())
             for start in range(0, self.shape[0], _ROWS_AT_ONCE)

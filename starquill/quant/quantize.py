@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from starquill.errors import NumericsError
+from starquill.kernels import quantize as kernel
+from starquill.kernels.native import serves
 from starquill.quant.affine import AffineWeight, pack
 from starquill.quant.schemes import Scheme
 
@@ -74,32 +76,49 @@ def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -
     the integers are chosen for the rounded ones. `in` must be a multiple of the scheme's group.
     Raises NumericsError for values that are not finite.
     """
-    largest = float(weight.abs().max())
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        weight = weight.float()
+    largest = kernel.largest(weight) if serves(weight) else float(weight.abs().max())
     if not largest < float("inf"):  # NaN compares false too
         raise NumericsError("the tensor has values that are not finite")
     halves = _FLOAT16_LEAST <= largest <= _FLOAT16_MOST or largest == 0
-    dtype = torch.float16 if halves else torch.float32
-    if importance is None:
-        importance = torch.ones(weight.shape[-1])
-    grouped = importance.float().clamp_min(1e-12).unflatten(0, (-1, scheme.group))
     # Squares and inverses stay in float32's range, whatever the size of the weights.
-    unit = 1.0 if halves else 2.0 ** (math.frexp(largest)[1] - 1)
+    unit = None if halves else 2.0 ** (math.frexp(largest)[1] - 1)
+    if importance is not None:
+        importance = importance.float().clamp_min(1e-12)
+    if scheme.resolved_method == "rtn" and serves(weight):
+        shares = _SHARES.get(scheme.bits, _MANY_SHARES)
+        settings = (scheme.bits, scheme.group)
+        parts = kernel.range_search(weight.flatten(0, -2), settings, shares, importance, unit)
+    else:
+        parts = _in_bands(weight.flatten(0, -2), scheme, importance, unit)
+    q, s, b = (part.reshape(*weight.shape[:-1], -1) for part in parts)
+    return AffineWeight(q, s, b, scheme.bits, scheme.group)
+
+
+def _in_bands(
+    rows: Tensor, scheme: Scheme, importance: Tensor | None, unit: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed integers, scales and biases of `rows` `[R, in]`, written for torch."""
+    if importance is None:
+        importance = torch.ones(rows.shape[1])
+    grouped = importance.unflatten(0, (-1, scheme.group))
+    dtype = torch.float16 if unit is None else torch.float32
     packed, scales, biases = [], [], []
-    rows = weight.flatten(0, -2)
     height = max(1, _BAND_ELEMENTS // rows.shape[1])
     for start in range(0, len(rows), height):
-        band = (rows[start : start + height].float() / unit).unflatten(1, (-1, scheme.group))
+        band = (rows[start : start + height].float() / (unit or 1.0)).unflatten(
+            1, (-1, scheme.group)
+        )
         groups = _Groups(band, grouped, 2**scheme.bits - 1)
         hqq = scheme.resolved_method == "hqq"
         fit = _half_quadratic(groups) if hqq else _search(groups, scheme)
         fit = _Fit(fit.scale.to(dtype), fit.bias.to(dtype))
         q = groups.integers(_Fit(fit.scale.float(), fit.bias.float()))
         packed.append(pack(q.flatten(1).to(torch.uint8), scheme.bits))
-        scales.append(fit.scale[..., 0] * unit)
-        biases.append(fit.bias[..., 0] * unit)
-    lead = weight.shape[:-1]
-    q, s, b = (torch.cat(part).reshape(*lead, -1) for part in (packed, scales, biases))
-    return AffineWeight(q, s, b, scheme.bits, scheme.group)
+        scales.append(fit.scale[..., 0] * (unit or 1.0))
+        biases.append(fit.bias[..., 0] * (unit or 1.0))
+    return torch.cat(packed), torch.cat(scales), torch.cat(biases)
 
 
 def _range(groups: _Groups, share: float) -> _Fit:

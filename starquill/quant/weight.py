@@ -75,9 +75,9 @@ class PermutedWeight:
     inner: AffineWeight
     order: Tensor
 
-    def with_dtype(self, dtype: torch.dtype) -> PermutedWeight:
-        """The same weight, computing in `dtype`."""
-        return replace(self, inner=self.inner.with_dtype(dtype))
+    def computing(self, dtype: torch.dtype, exact: bool) -> PermutedWeight:
+        """The same weight, computing in `dtype`, exactly or not."""
+        return replace(self, inner=self.inner.computing(dtype, exact))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -110,9 +110,10 @@ def test_matmul_is_that_of_the_dequantized(bits: int, group: int, lead: tuple[in
     x = torch.randn(*lead, 2 * group, generator=generator)
     bias = torch.randn(9, generator=generator)
     product = F.linear(x.double(), expected)
-    assert weight.matmul(x).shape == (*lead, 9)
-    torch.testing.assert_close(weight.matmul(x).double(), product, rtol=0, atol=1e-3)
-    torch.testing.assert_close(weight.matmul(x, bias).double(), product + bias, rtol=0, atol=1e-3)
+    for matmul in (weight.computing(torch.float32, exact=True).matmul, weight._in_bands):
+        assert matmul(x, None).shape == (*lead, 9)
+        torch.testing.assert_close(matmul(x, None).double(), product, rtol=0, atol=1e-3)
+        torch.testing.assert_close(matmul(x, bias).double(), product + bias, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
@@ -127,10 +128,11 @@ def test_matmul_over_a_bands_edge(extra: int) -> None:
         32,
     )
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
-    y = tall.matmul(x)
-    assert y.shape == (out,)
-    torch.testing.assert_close(y, F.linear(x, tall.dequantize()), rtol=0, atol=1e-4)
-    torch.testing.assert_close(y[-1].double(), expected[0] @ x.double(), rtol=0, atol=1e-3)
+    for matmul in (tall.computing(torch.float32, exact=True).matmul, tall._in_bands):
+        y = matmul(x, None)
+        assert y.shape == (out,)
+        torch.testing.assert_close(y, F.linear(x, tall.dequantize()), rtol=0, atol=1e-4)
+        torch.testing.assert_close(y[-1].double(), expected[0] @ x.double(), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(("bits", "group"), SCHEMES)

@@ -1,0 +1,127 @@
+// The data that kernels work on, and the table of kernels that each instruction set fills.
+#pragma once
+
+#include <cstdint>
+
+namespace starquill {
+
+enum class Float : int { f32, f16, bf16 };
+
+// A quantized matrix as Python holds it: w = scale·q + bias, one pair for each `group` inputs.
+// A row of `packed` is one stream of bits, least significant first (MLX's layout).
+struct Affine {
+  const uint8_t* packed;
+  const void* scales;
+  const void* biases;
+  Float scale_type;
+  int bits;
+  int group;
+  int64_t rows;
+  int64_t width;
+
+  int64_t row_bytes() const { return width * bits / 8; }
+  int64_t groups() const { return width / group; }
+};
+
+// Rows of activations as int8 with a scale per group, in the order that a kernel's unpacking
+// gives (see `Layout`). `sums` are scale·Σq of each group: what a weight's bias multiplies.
+// Padded with zeros: a row of `q` to `q_stride`, one of `scales` and `sums` to `group_stride`.
+struct Activations {
+  int8_t* q;
+  float* scales;
+  float* sums;
+  int64_t rows;
+  int64_t q_stride;
+  int64_t group_stride;
+};
+
+// out[m, o] = Σ_i x[m, i]·w[o, i] + bias[o]; `out` has `out_stride` floats a row.
+struct Matmul {
+  Affine weight;
+  Activations x;
+  const float* bias;  // or null
+  float* out;
+  int64_t out_stride;
+};
+
+// A dense matrix in two-byte floats times float32 rows; `x_stride` floats a row.
+struct DenseMatmul {
+  const uint16_t* weight;
+  Float type;
+  int64_t width;
+  const float* x;
+  int64_t x_rows;
+  int64_t x_stride;
+  const float* bias;  // or null
+  float* out;
+  int64_t out_stride;
+};
+
+// The same with a quantized matrix whose values are written out, for activations as they are.
+struct Exact {
+  Affine weight;
+  const float* x;
+  int64_t x_rows;
+  int64_t x_stride;
+  const float* bias;  // or null
+  float* out;
+  int64_t out_stride;
+};
+
+// Range search with least squares, the method `rtn`: see quantize.inl.
+struct Quantize {
+  const void* weight;
+  Float type;
+  int64_t width;
+  int bits;
+  int group;
+  const float* shares;
+  int share_count;
+  const float* importance;  // [width], or null for all alike
+  float unit;               // weights are divided by it first, so that squares stay in range
+  bool halves;              // scales and biases are stored as float16, else float32
+  uint8_t* packed;
+  void* scales;
+  void* biases;
+};
+
+struct Kernels {
+  const char* name;
+  int vector_bytes;
+  // Each works on rows [begin, end) of its matrix; different ranges may run on different threads.
+  void (*quantize)(const Quantize&, int64_t begin, int64_t end);
+  float (*largest)(const void* w, Float type, int64_t begin, int64_t end);  // of |w|; or NaN
+  void (*quantize_activations)(const float* x, int64_t x_stride, const Affine&, const Activations&,
+                               int64_t begin, int64_t end);
+  void (*decode)(const Matmul&, int64_t begin, int64_t end);
+  void (*prefill)(const Matmul&, int64_t begin, int64_t end, uint8_t* scratch);
+  void (*dequantize)(const Affine&, float* out, int64_t begin, int64_t end);
+  void (*exact)(const Exact&, int64_t begin, int64_t end, float* scratch);  // [width] scratch
+  void (*dense)(const DenseMatmul&, int64_t begin, int64_t end);
+};
+
+// Rows of a weight that `prefill` works on at once, and the bytes of scratch that it needs.
+inline int64_t band_rows(const Kernels& kernels) { return kernels.vector_bytes / 2; }
+inline int64_t band_bytes(const Kernels& kernels, const Affine& w) {
+  return band_rows(kernels) * (w.width + 8 * w.groups());
+}
+
+// Elements that one unpacking step of `bits` yields, split over planes of a vector each: element k
+// of a step lies in plane k % planes at byte k / planes. Planes let 2 and 4 bits be unpacked by a
+// shift and a mask. A width is padded to whole steps.
+struct Layout {
+  int planes;
+  int step;
+};
+inline Layout layout(int bits, int vector_bytes) {
+  int planes = bits == 2 || bits == 4 ? 8 / bits : 1;
+  return {planes, planes * vector_bytes};
+}
+
+// Those that the machine at hand cannot run are never called; on others than x86 only the first
+// is there.
+extern const Kernels portable_kernels;
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
+
+}  // namespace starquill

@@ -1,0 +1,15 @@
+#include "simd_avx512.h"
+
+#include "matmul.inl"
+
+#include "dense.inl"
+#include "quantize.inl"
+
+namespace starquill {
+
+const Kernels avx512_kernels = {
+    "avx512",   Simd::bytes, quantize, largest, quantize_activations,
+    decode,  prefill,     dequantize, exact, dense,
+};
+
+}  // namespace starquill

@@ -1,0 +1,15 @@
+#include "simd_portable.h"
+
+#include "matmul.inl"
+
+#include "dense.inl"
+#include "quantize.inl"
+
+namespace starquill {
+
+const Kernels portable_kernels = {
+    "portable",   Simd::bytes, quantize, largest, quantize_activations,
+    decode,  prefill,     dequantize, exact, dense,
+};
+
+}  // namespace starquill

@@ -1,0 +1,289 @@
+// Products with a quantized matrix, written once over `Simd`; each instruction set includes it.
+//
+// Weights are read as integers and multiplied with int8 activations: for each group
+//   scale·Σ q·x + bias·Σ x,  x = sx·qx  ->  (scale·sx)·Σ q·qx + bias·(sx·Σ qx),
+// the first sum exact in int32.
+#include "half.h"
+#include "kernels.h"
+
+namespace starquill {
+namespace {
+
+using F = Simd::F;
+using I = Simd::I;
+constexpr int L = Simd::lanes;
+constexpr int kTokens = 4;        // rows of activations that share one reading of weights
+constexpr int kDenseRows = 16;   // rows of float activations whose sums are kept at once
+constexpr int kTile = 6;          // the same in prefill: what fits in registers
+constexpr int kBand = 2 * L;      // rows of weights in a prefill band
+
+template <int Bits>
+struct Step {
+  static constexpr int planes = Bits == 2 || Bits == 4 ? 8 / Bits : 1;
+  static constexpr int elements = planes * Simd::bytes;
+  static constexpr int stored = elements * Bits / 8;  // bytes in a row of weights
+};
+
+// How a group lies in the order of unpacking: `parts` steps (one, if it is not longer than a
+// step), in each of them `span` lanes of every plane.
+struct Group {
+  int parts;
+  int span;
+  int units;  // lanes of four elements in all
+  Group(int width, int planes, int elements)
+      : parts(greater(1, width / elements)), span(lesser(width, elements) / (4 * planes)),
+        units(width / 4) {}
+};
+
+// In which group, counted from the block's first, each lane of each step of a block lies. A block
+// is L groups: as many scales as a vector holds.
+template <int Bits>
+struct Lanes {
+  alignas(64) int32_t group[4096 / Simd::bytes][L];
+  int steps;
+  explicit Lanes(int width) : steps(greater(1, L * width / Step<Bits>::elements)) {
+    for (int s = 0; s < steps; ++s)
+      for (int l = 0; l < L; ++l)
+        group[s][l] = lesser((s * Step<Bits>::elements + 4 * l * Step<Bits>::planes) / width, L - 1);
+  }
+};
+
+template <int Bits, int M>
+void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_t first) {
+  const Affine& w = job.weight;
+  const Activations& x = job.x;
+  const uint8_t* packed = w.packed + row * w.row_bytes();
+  const int64_t groups = w.groups(), at = row * groups;
+  F acc[M];
+  for (int m = 0; m < M; ++m) acc[m] = Simd::zero();
+  int64_t left = w.row_bytes();
+  const int8_t* q = x.q + first * x.q_stride;
+  for (int64_t g = 0; g < groups; g += L) {
+    const int n = static_cast<int>(lesser<int64_t>(L, groups - g));
+    const F scale = Simd::load_floats(w.scales, w.scale_type, at + g, n);
+    const F bias = Simd::load_floats(w.biases, w.scale_type, at + g, n);
+    F factor[M];
+    for (int m = 0; m < M; ++m) {
+      const int64_t group = (first + m) * x.group_stride + g;
+      factor[m] = Simd::mul(scale, Simd::load(x.scales + group));
+      acc[m] = Simd::fma(bias, Simd::load(x.sums + group), acc[m]);
+    }
+    for (int s = 0; s < lanes.steps && left > 0; ++s) {
+      I planes[Step<Bits>::planes];
+      Simd::template unpack<Bits>(packed, left, planes);
+      const I index = Simd::load_i(lanes.group[s]);
+      for (int m = 0; m < M; ++m) {
+        I dot = Simd::zero_i();
+        for (int p = 0; p < Step<Bits>::planes; ++p)
+          dot = Simd::template dot<Bits>(dot, planes[p],
+                                         Simd::load_i(q + m * x.q_stride + p * Simd::bytes));
+        acc[m] = Simd::fma(Simd::to_float(dot), Simd::permute(factor[m], index), acc[m]);
+      }
+      packed += Step<Bits>::stored;
+      left -= Step<Bits>::stored;
+      q += Step<Bits>::elements;
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    const float y = Simd::sum(acc[m]);
+    job.out[(first + m) * job.out_stride + row] = job.bias ? y + job.bias[row] : y;
+  }
+}
+
+template <int Bits>
+void decode_bits(const Matmul& job, int64_t begin, int64_t end) {
+  const Lanes<Bits> lanes(job.weight.group);
+  for (int64_t row = begin; row < end; ++row)
+    for (int64_t m = 0; m < job.x.rows; m += kTokens) switch (lesser<int64_t>(kTokens, job.x.rows - m)) {
+        case 1: decode_row<Bits, 1>(job, lanes, row, m); break;
+        case 2: decode_row<Bits, 2>(job, lanes, row, m); break;
+        case 3: decode_row<Bits, 3>(job, lanes, row, m); break;
+        default: decode_row<Bits, 4>(job, lanes, row, m);
+      }
+}
+
+// A band of weights for prefill: a value a byte, [unit][row][4], where a unit is four elements of
+// one group that lie side by side in the activations; units of a group follow each other.
+struct Band {
+  uint8_t* q;
+  float* scales;  // [groups][kBand]
+  float* biases;
+  explicit Band(uint8_t* scratch, const Affine& w)
+      : q(scratch), scales(reinterpret_cast<float*>(q + w.width * kBand)),
+        biases(scales + w.groups() * kBand) {}
+};
+
+template <int Bits>
+void fill_band(const Affine& w, int64_t first, int64_t end, const Band& band) {
+  using S = Step<Bits>;
+  const Group group(w.group, S::planes, S::elements);
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = first + half * L;
+    const int rows = static_cast<int>(lesser<int64_t>(greater<int64_t>(end - row, 0), L));
+    for (int64_t start = 0; start < w.width; start += S::elements) {
+      I planes[S::planes][L];
+      for (int r = 0; r < L; ++r) {
+        I one[S::planes];
+        const int64_t skip = start * Bits / 8;
+        if (r < rows)
+          Simd::template unpack<Bits>(w.packed + (row + r) * w.row_bytes() + skip,
+                                      w.row_bytes() - skip, one);
+        for (int p = 0; p < S::planes; ++p) planes[p][r] = r < rows ? one[p] : Simd::zero_i();
+      }
+      for (int p = 0; p < S::planes; ++p) {
+        Simd::transpose(planes[p]);
+        for (int l = 0; l < L; ++l) {
+          const int64_t element = start + 4 * l * S::planes;
+          if (element >= w.width) break;
+          const int64_t inside = element % w.group, part = inside / S::elements;
+          const int64_t lane = inside % S::elements / (4 * S::planes);
+          const int64_t unit =
+              element / w.group * group.units + (part * S::planes + p) * group.span + lane;
+          Simd::store_i(band.q + (unit * 2 + half) * Simd::bytes, planes[p][l]);
+        }
+      }
+    }
+    for (int64_t g = 0; g < w.groups(); ++g)
+      for (int r = 0; r < L; ++r) {
+        const int64_t from = (row + r) * w.groups() + g, to = (2 * g + half) * L + r;
+        band.scales[to] = r < rows ? load_float(w.scales, w.scale_type, from) : 0;
+        band.biases[to] = r < rows ? load_float(w.biases, w.scale_type, from) : 0;
+      }
+  }
+}
+
+template <int Bits, int T>
+void prefill_tile(const Matmul& job, const Band& band, int64_t row, int64_t rows, int64_t token) {
+  using S = Step<Bits>;
+  const Affine& w = job.weight;
+  const Activations& x = job.x;
+  const Group group(w.group, S::planes, S::elements);
+  F acc[2][T];
+  for (int t = 0; t < T; ++t) acc[0][t] = acc[1][t] = Simd::zero();
+  const uint8_t* q = band.q;
+  for (int64_t g = 0; g < w.groups(); ++g) {
+    I dot[2][T];
+    for (int t = 0; t < T; ++t) dot[0][t] = dot[1][t] = Simd::zero_i();
+    const int64_t element = g * w.group, step = element / S::elements * S::elements;
+    const int8_t* at = x.q + token * x.q_stride + step + (element - step) / S::planes;
+    for (int p = 0; p < group.parts * S::planes; ++p, at += Simd::bytes)
+      for (int l = 0; l < group.span; ++l, q += 2 * Simd::bytes) {
+        const I low = Simd::load_i(q), high = Simd::load_i(q + Simd::bytes);
+        for (int t = 0; t < T; ++t) {
+          const I four = Simd::repeat4(at + t * x.q_stride + 4 * l);
+          dot[0][t] = Simd::template dot<Bits>(dot[0][t], low, four);
+          dot[1][t] = Simd::template dot<Bits>(dot[1][t], high, four);
+        }
+      }
+    for (int half = 0; half < 2; ++half) {
+      const F scale = Simd::load(band.scales + (2 * g + half) * L);
+      const F bias = Simd::load(band.biases + (2 * g + half) * L);
+      for (int t = 0; t < T; ++t) {
+        const int64_t place = (token + t) * x.group_stride + g;
+        const F factor = Simd::mul(scale, Simd::set(x.scales[place]));
+        acc[half][t] = Simd::fma(Simd::to_float(dot[half][t]), factor, acc[half][t]);
+        acc[half][t] = Simd::fma(bias, Simd::set(x.sums[place]), acc[half][t]);
+      }
+    }
+  }
+  for (int half = 0; half < 2; ++half) {
+    const int n = static_cast<int>(lesser<int64_t>(greater<int64_t>(rows - half * L, 0), L));
+    if (n == 0) break;
+    const int64_t first = row + half * L;
+    const F add = job.bias ? Simd::load_floats(job.bias, Float::f32, first, n) : Simd::zero();
+    for (int t = 0; t < T; ++t)
+      Simd::store_some(job.out + (token + t) * job.out_stride + first, Simd::add(acc[half][t], add), n);
+  }
+}
+
+template <int Bits>
+void prefill_bits(const Matmul& job, int64_t begin, int64_t end, uint8_t* scratch) {
+  const Band band(scratch, job.weight);
+  for (int64_t row = begin; row < end; row += kBand) {
+    fill_band<Bits>(job.weight, row, end, band);
+    const int64_t rows = lesser<int64_t>(kBand, end - row);
+    for (int64_t t = 0; t < job.x.rows; t += kTile) switch (lesser<int64_t>(kTile, job.x.rows - t)) {
+        case 1: prefill_tile<Bits, 1>(job, band, row, rows, t); break;
+        case 2: prefill_tile<Bits, 2>(job, band, row, rows, t); break;
+        case 3: prefill_tile<Bits, 3>(job, band, row, rows, t); break;
+        case 4: prefill_tile<Bits, 4>(job, band, row, rows, t); break;
+        case 5: prefill_tile<Bits, 5>(job, band, row, rows, t); break;
+        default: prefill_tile<Bits, 6>(job, band, row, rows, t);
+      }
+  }
+}
+
+// Rounds to the nearest, ties to even, for |x| < 2^22: written so that compilers vectorise it.
+inline float nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
+
+// int8 with the largest at ±127; a group with NaN or infinity gets a NaN scale, so that it shows.
+void quantize_group(const float* x, int width, int8_t* q, float* scale, float* sum) {
+  uint32_t top = 0;
+  for (int i = 0; i < width; ++i) top = greater(top, as_bits(x[i]) & 0x7fffffff);
+  const float most = as_float(top);
+  const bool finite = top < 0x7f800000;
+  // Smaller ones have no inverse in float32; they count as zeros.
+  const float inverse = finite && most > 1e-36f ? 127.0f / most : 0.0f;
+  int32_t total = 0;
+  if (inverse == 0) {
+    for (int i = 0; i < width; ++i) q[i] = 0;
+  } else {
+    for (int i = 0; i < width; ++i) {
+      const int32_t level = static_cast<int32_t>(nearest(x[i] * inverse));
+      q[i] = static_cast<int8_t>(level);
+      total += level;
+    }
+  }
+  *scale = finite ? most / 127.0f : as_float(0x7fc00000);
+  *sum = *scale * static_cast<float>(total);
+}
+
+void quantize_activations(const float* x, int64_t x_stride, const Affine& w, const Activations& to,
+                          int64_t begin, int64_t end) {
+  const Layout order = layout(w.bits, Simd::bytes);
+  for (int64_t m = begin; m < end; ++m) {
+    const float* from = x + m * x_stride;
+    int8_t* q = to.q + m * to.q_stride;
+    std::memset(q + w.width, 0, to.q_stride - w.width);
+    float* scales = to.scales + m * to.group_stride;
+    float* sums = to.sums + m * to.group_stride;
+    for (int64_t g = w.groups(); g < to.group_stride; ++g) scales[g] = sums[g] = 0;
+    for (int64_t g = 0; g < w.groups(); ++g) {
+      int8_t level[128];
+      quantize_group(from + g * w.group, w.group, level, scales + g, sums + g);
+      const int part = lesser(w.group, order.step);
+      for (int from_part = 0; from_part < w.group; from_part += part) {
+        const int64_t element = g * w.group + from_part, start = element / order.step * order.step;
+        const int64_t at = start + (element - start) / order.planes;
+        for (int p = 0; p < order.planes; ++p)
+          for (int i = 0; i < part / order.planes; ++i)
+            q[at + p * Simd::bytes + i] = level[from_part + i * order.planes + p];
+      }
+    }
+  }
+}
+
+void decode(const Matmul& job, int64_t begin, int64_t end) {
+  switch (job.weight.bits) {
+    case 2: return decode_bits<2>(job, begin, end);
+    case 3: return decode_bits<3>(job, begin, end);
+    case 4: return decode_bits<4>(job, begin, end);
+    case 5: return decode_bits<5>(job, begin, end);
+    case 6: return decode_bits<6>(job, begin, end);
+    default: return decode_bits<8>(job, begin, end);
+  }
+}
+
+void prefill(const Matmul& job, int64_t begin, int64_t end, uint8_t* scratch) {
+  switch (job.weight.bits) {
+    case 2: return prefill_bits<2>(job, begin, end, scratch);
+    case 3: return prefill_bits<3>(job, begin, end, scratch);
+    case 4: return prefill_bits<4>(job, begin, end, scratch);
+    case 5: return prefill_bits<5>(job, begin, end, scratch);
+    case 6: return prefill_bits<6>(job, begin, end, scratch);
+    default: return prefill_bits<8>(job, begin, end, scratch);
+  }
+}
+
+}  // namespace
+}  // namespace starquill

@@ -1,0 +1,176 @@
+// The Python module `starquill.kernels._native`. Buffers come in through DLPack and are checked
+// here; everything behind works on plain pointers, without the interpreter's lock.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "ops.h"
+
+namespace nb = nanobind;
+using namespace starquill;
+
+namespace {
+
+using Buffer = nb::ndarray<nb::device::cpu, nb::c_contig>;
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using Vector = nb::ndarray<const float, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
+using Out = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
+
+void check(bool good, const char* what) {
+  if (!good) throw std::invalid_argument(what);
+}
+
+Float float_type(const Buffer& buffer) {
+  const nb::dlpack::dtype type = buffer.dtype();
+  if (type == nb::dtype<float>()) return Float::f32;
+  check(type.lanes == 1 && type.bits == 16, "expected float32, float16 or bfloat16");
+  if (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float)) return Float::f16;
+  check(type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat),
+        "expected float32, float16 or bfloat16");
+  return Float::bf16;
+}
+
+template <class T>
+void check_aligned(const T* p) {
+  check(reinterpret_cast<uintptr_t>(p) % alignof(T) == 0, "a buffer is not aligned to its type");
+}
+
+Product product(const Rows& x, const nb::object& bias, const Out& out, int64_t rows, int64_t width) {
+  check(static_cast<int64_t>(x.shape(1)) == width, "x is not as wide as the weight");
+  check(x.stride(1) == 1 || width == 1, "x is not contiguous along its rows");
+  check(out.shape(0) == x.shape(0) && static_cast<int64_t>(out.shape(1)) == rows,
+        "out has not one value for each row of x and of the weight");
+  check(out.stride(1) == 1 || rows == 1, "out is not contiguous along its rows");
+  check_aligned(x.data());
+  check_aligned(out.data());
+  Product job{x.data(),   static_cast<int64_t>(x.shape(0)), x.stride(0), nullptr, out.data(),
+              out.stride(0)};
+  if (!bias.is_none()) {
+    const Vector vector = nb::cast<Vector>(bias);
+    check(static_cast<int64_t>(vector.shape(0)) == rows, "bias has not one value for each row");
+    job.bias = vector.data();
+  }
+  return job;
+}
+
+// A quantized matrix: keeps its buffers alive, so that a product needs no more checks of them.
+class AffineHandle {
+ public:
+  AffineHandle(Buffer packed, Buffer scales, Buffer biases, int bits, int group)
+      : packed_(std::move(packed)), scales_(std::move(scales)), biases_(std::move(biases)) {
+    check(bits == 2 || bits == 3 || bits == 4 || bits == 5 || bits == 6 || bits == 8,
+          "bits is not one of 2, 3, 4, 5, 6, 8");
+    check(group == 16 || group == 32 || group == 64 || group == 128,
+          "group is not one of 16, 32, 64, 128");
+    check(packed_.dtype() == nb::dtype<uint8_t>(), "packed is not uint8");
+    check(packed_.ndim() == 2 && scales_.ndim() == 2 && biases_.ndim() == 2,
+          "packed, scales and biases are not matrices");
+    check(scales_.dtype() == biases_.dtype(), "scales and biases differ in dtype");
+    for (int axis = 0; axis < 2; ++axis)
+      check(scales_.shape(axis) == biases_.shape(axis), "scales and biases differ in shape");
+    check(packed_.shape(0) == scales_.shape(0), "packed and scales differ in rows");
+    weight_ = {static_cast<const uint8_t*>(packed_.data()),
+               scales_.data(),
+               biases_.data(),
+               float_type(scales_),
+               bits,
+               group,
+               static_cast<int64_t>(scales_.shape(0)),
+               static_cast<int64_t>(scales_.shape(1)) * group};
+    check(static_cast<int64_t>(packed_.shape(1)) == weight_.row_bytes(),
+          "a row of packed has not the bytes of its groups");
+    check(reinterpret_cast<uintptr_t>(scales_.data()) % (weight_.scale_type == Float::f32 ? 4 : 2) == 0,
+          "scales are not aligned to their type");
+  }
+
+  void matmul(const Rows& x, const nb::object& bias, const Out& out, bool exact, int threads) const {
+    const Product job = product(x, bias, out, weight_.rows, weight_.width);
+    nb::gil_scoped_release free;
+    affine_matmul(weight_, job, exact, threads);
+  }
+
+  void dequantize(const Out& out, int threads) const {
+    check(static_cast<int64_t>(out.shape(0)) == weight_.rows &&
+              static_cast<int64_t>(out.shape(1)) == weight_.width && out.stride(1) == 1 &&
+              out.stride(0) == weight_.width,
+          "out is not a contiguous matrix of the weight's shape");
+    nb::gil_scoped_release free;
+    affine_dequantize(weight_, out.data(), threads);
+  }
+
+ private:
+  Buffer packed_, scales_, biases_;
+  Affine weight_;
+};
+
+void dense(const Buffer& weight, const Rows& x, const nb::object& bias, const Out& out, int threads) {
+  check(weight.ndim() == 2, "weight is not a matrix");
+  const Float type = float_type(weight);
+  check(type != Float::f32, "weight is not of a two-byte type");
+  const int64_t rows = weight.shape(0), width = weight.shape(1);
+  const Product job = product(x, bias, out, rows, width);
+  const uint16_t* data = static_cast<const uint16_t*>(weight.data());
+  check_aligned(data);
+  nb::gil_scoped_release free;
+  dense_matmul(data, type, rows, width, job, threads);
+}
+
+float largest_of(const Buffer& weight, int threads) {
+  const Float type = float_type(weight);
+  nb::gil_scoped_release free;
+  return largest(weight.data(), type, static_cast<int64_t>(weight.size()), threads);
+}
+
+// `settings` are bits and group; `shares` of the range are tried. Writes packed, scales, biases.
+void quantize(const Buffer& weight, std::pair<int, int> settings, const std::vector<float>& shares,
+              const nb::object& importance, float unit, const Buffer& packed, const Buffer& scales,
+              const Buffer& biases, int threads) {
+  const auto [bits, group] = settings;
+  check(weight.ndim() == 2, "weight is not a matrix");
+  const int64_t rows = weight.shape(0), width = weight.shape(1);
+  check(bits >= 2 && bits <= 8 && bits != 7, "bits is not one of 2, 3, 4, 5, 6, 8");
+  check(group >= 16 && group <= 128 && (group & (group - 1)) == 0 && width % group == 0,
+        "group does not divide the width, or is not one of 16, 32, 64, 128");
+  const Float type = float_type(scales);
+  check(type != Float::bf16 && scales.dtype() == biases.dtype(), "scales are not float16 or float32");
+  const size_t groups = static_cast<size_t>(rows * width / group);
+  check(scales.size() == groups && biases.size() == groups, "scales or biases have the wrong size");
+  check(packed.dtype() == nb::dtype<uint8_t>() &&
+            packed.size() == static_cast<size_t>(rows * width * bits / 8),
+        "packed has the wrong size or is not uint8");
+  Quantize job{weight.data(), float_type(weight), width, bits, group, shares.data(),
+               static_cast<int>(shares.size()), nullptr, unit, type == Float::f16,
+               static_cast<uint8_t*>(packed.data()), scales.data(), biases.data()};
+  if (!importance.is_none()) {
+    const Vector vector = nb::cast<Vector>(importance);
+    check(static_cast<int64_t>(vector.shape(0)) == width, "importance has not one value an input");
+    job.importance = vector.data();
+  }
+  nb::gil_scoped_release free;
+  quantize_rtn(job, rows, threads);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native kernels; see csrc/. Use them through starquill.kernels.";
+  if (const char* wanted = std::getenv("STARQUILL_ISA")) select_isa(wanted);
+  m.def("isa", &isa);
+  m.def("isa_levels", &isa_levels);
+  m.def("select_isa", &select_isa);
+  // No conversions: a silent copy of an output would be written instead of it.
+  const auto buffer = nb::arg().noconvert();
+  m.def("dense_matmul", &dense, buffer, buffer, nb::arg().none().noconvert(), buffer, nb::arg());
+  m.def("largest", &largest_of, buffer, nb::arg());
+  m.def("quantize", &quantize, buffer, nb::arg(), nb::arg(), nb::arg().none().noconvert(), nb::arg(),
+        buffer, buffer, buffer, nb::arg());
+  nb::class_<AffineHandle>(m, "Affine")
+      .def(nb::init<Buffer, Buffer, Buffer, int, int>(), buffer, buffer, buffer, nb::arg(), nb::arg())
+      .def("matmul", &AffineHandle::matmul, buffer, nb::arg().none().noconvert(), buffer, nb::arg(),
+           nb::arg())
+      .def("dequantize", &AffineHandle::dequantize, buffer, nb::arg());
+}

@@ -1,0 +1,163 @@
+#include "ops.h"
+
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+
+#include "pool.h"
+
+namespace starquill {
+namespace {
+
+// From this many rows on, weights are unpacked once for all of them.
+constexpr int64_t kPrefillFrom = 12;
+// Rows of activations at a time in prefill: they stay in the last level of cache.
+constexpr int64_t kPrefillRows = 512;
+
+std::vector<const Kernels*> available() {
+  std::vector<const Kernels*> found{&portable_kernels};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  auto has = [](auto... features) { return (features && ...); };
+  if (has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"),
+          __builtin_cpu_supports("f16c"), __builtin_cpu_supports("bmi2"))) {
+    found.push_back(&avx2_kernels);
+    if (has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
+            __builtin_cpu_supports("avx512vl"), __builtin_cpu_supports("avx512dq"),
+            __builtin_cpu_supports("avx512vbmi"), __builtin_cpu_supports("avx512vnni")))
+      found.push_back(&avx512_kernels);
+  }
+#endif
+  return found;
+}
+
+const Kernels* by_name(const std::string& name) {
+  std::string valid;
+  for (const Kernels* kernels : available()) {
+    if (name == kernels->name) return kernels;
+    valid += (valid.empty() ? "" : ", ") + std::string(kernels->name);
+  }
+  throw std::invalid_argument("instruction set " + name + " is not one of this machine's (" + valid + ")");
+}
+
+const Kernels* kernels = available().back();
+
+int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Memory that a thread keeps from call to call.
+class Scratch {
+ public:
+  uint8_t* take(int64_t bytes) {
+    if (bytes > size_) {
+      size_ = rounded_up(bytes, 4096);
+      memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, size_)));
+      if (!memory_) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  std::unique_ptr<uint8_t, Free> memory_;
+  int64_t size_ = 0;
+};
+
+thread_local Scratch activation_scratch, row_scratch;
+
+Activations quantized(const Kernels& k, const Affine& w, const Product& job, int threads) {
+  Activations to;
+  to.rows = job.x_rows;
+  to.q_stride = rounded_up(w.width, layout(w.bits, k.vector_bytes).step);
+  to.group_stride = rounded_up(w.groups(), 16);
+  const int64_t q_bytes = rounded_up(to.rows * to.q_stride, 64);
+  const int64_t floats = to.rows * to.group_stride;
+  uint8_t* memory = activation_scratch.take(q_bytes + 8 * floats);
+  to.q = reinterpret_cast<int8_t*>(memory);
+  to.scales = reinterpret_cast<float*>(memory + q_bytes);
+  to.sums = to.scales + floats;
+  parallel_for(threads, to.rows, 8, [&](int64_t begin, int64_t end) {
+    k.quantize_activations(job.x, job.x_stride, w, to, begin, end);
+  });
+  return to;
+}
+
+// Pieces small enough that a thread which starts late costs little.
+int64_t grain(int64_t rows, int threads, int64_t multiple) {
+  return rounded_up(std::max<int64_t>(rows / (threads * 8), 1), multiple);
+}
+
+}  // namespace
+
+std::vector<std::string> isa_levels() {
+  std::vector<std::string> names;
+  for (const Kernels* level : available()) names.push_back(level->name);
+  return names;
+}
+
+std::string isa() { return kernels->name; }
+
+void select_isa(const std::string& name) { kernels = by_name(name); }
+
+void affine_matmul(const Affine& w, const Product& job, bool exact, int threads) {
+  const Kernels& k = *kernels;
+  if (exact) {
+    const Exact all{w, job.x, job.x_rows, job.x_stride, job.bias, job.out, job.out_stride};
+    return parallel_for(threads, w.rows, grain(w.rows, threads, 16), [&](int64_t begin, int64_t end) {
+      float* scratch = reinterpret_cast<float*>(row_scratch.take(4 * w.width));
+      k.exact(all, begin, end, scratch);
+    });
+  }
+  for (int64_t first = 0; first < job.x_rows; first += kPrefillRows) {
+    Product part = job;
+    part.x += first * job.x_stride;
+    part.out += first * job.out_stride;
+    part.x_rows = std::min(kPrefillRows, job.x_rows - first);
+    const Matmul all{w, quantized(k, w, part, threads), job.bias, part.out, job.out_stride};
+    if (part.x_rows < kPrefillFrom) {
+      parallel_for(threads, w.rows, grain(w.rows, threads, 16),
+                   [&](int64_t begin, int64_t end) { k.decode(all, begin, end); });
+    } else {
+      parallel_for(threads, w.rows, band_rows(k), [&](int64_t begin, int64_t end) {
+        k.prefill(all, begin, end, row_scratch.take(band_bytes(k, w)));
+      });
+    }
+  }
+}
+
+void affine_dequantize(const Affine& w, float* out, int threads) {
+  parallel_for(threads, w.rows, grain(w.rows, threads, 16),
+               [&](int64_t begin, int64_t end) { kernels->dequantize(w, out, begin, end); });
+}
+
+void dense_matmul(const uint16_t* weight, Float type, int64_t rows, int64_t width, const Product& job,
+                  int threads) {
+  const DenseMatmul all{weight,   type,    width,          job.x, job.x_rows, job.x_stride,
+                        job.bias, job.out, job.out_stride};
+  parallel_for(threads, rows, grain(rows, threads, 16),
+               [&](int64_t begin, int64_t end) { kernels->dense(all, begin, end); });
+}
+
+void quantize_rtn(const Quantize& job, int64_t rows, int threads) {
+  parallel_for(threads, rows, grain(rows, threads, 1),
+               [&](int64_t begin, int64_t end) { kernels->quantize(job, begin, end); });
+}
+
+float largest(const void* w, Float type, int64_t count, int threads) {
+  constexpr int64_t kPiece = 1 << 18;
+  const int64_t pieces = (count + kPiece - 1) / kPiece;
+  std::vector<float> found(pieces);
+  parallel_for(threads, pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      found[i] = kernels->largest(w, type, i * kPiece, std::min(count, (i + 1) * kPiece));
+  });
+  float most = 0;
+  for (float one : found) most = one > most || one != one ? one : most;
+  return most;
+}
+
+}  // namespace starquill

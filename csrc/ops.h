@@ -1,0 +1,35 @@
+// Whole operations over threads: what the module offers to Python.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace starquill {
+
+// The instruction sets that this machine has kernels for, slowest first, and the one in use.
+std::vector<std::string> isa_levels();
+std::string isa();
+void select_isa(const std::string& name);  // throws std::invalid_argument
+
+// Rows of x [m, width] float32, `x_stride` floats apart, times a weight, into out [m, rows].
+struct Product {
+  const float* x;
+  int64_t x_rows;
+  int64_t x_stride;
+  const float* bias;  // or null
+  float* out;
+  int64_t out_stride;
+};
+
+void affine_matmul(const Affine&, const Product&, bool exact, int threads);
+void affine_dequantize(const Affine&, float* out, int threads);
+void dense_matmul(const uint16_t* weight, Float type, int64_t rows, int64_t width, const Product&,
+                  int threads);
+void quantize_rtn(const Quantize&, int64_t rows, int threads);
+
+// The largest |w|, NaN if any is: `count` values.
+float largest(const void* w, Float type, int64_t count, int threads);
+
+}  // namespace starquill

@@ -1,0 +1,42 @@
+"""Products with quantized matrices: the one door to the native kernels for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from starquill.kernels.native import native
+
+
+class AffineKernel:
+    """A matrix `[out, in]` of grouped affine integers, as the native kernels see it.
+
+    Keeps the buffers; makes no copy. `packed` `[out, in·bits/8]` uint8, `scales` and `biases`
+    `[out, in/group]` float16, bfloat16 or float32, all contiguous and on the CPU.
+    """
+
+    def __init__(self, packed: Tensor, scales: Tensor, biases: Tensor, bits: int, group: int):
+        assert native is not None
+        self._shape = (scales.shape[0], scales.shape[1] * group)
+        self._native = native.Affine(packed, scales, biases, bits, group)
+
+    def matmul(self, x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
+        """`[..., in] -> [..., out]` in x's dtype, computed in float32.
+
+        Activations are rounded to int8 with a scale per group of inputs, so that an output is off
+        by at most Σ_groups max|x|/254 · Σ|w|; `exact` keeps them as they are.
+        NaN and infinity come through as NaN.
+        """
+        rows = x.reshape(-1, x.shape[-1]).float()
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty(rows.shape[0], self._shape[0])
+        float_bias = None if bias is None else bias.detach().float()
+        self._native.matmul(rows.detach(), float_bias, out, exact, torch.get_num_threads())
+        return out.view(*x.shape[:-1], self._shape[0]).to(x.dtype)
+
+    def dequantize(self) -> Tensor:
+        """The matrix `[out, in]` in float32."""
+        out = torch.empty(self._shape)
+        self._native.dequantize(out, torch.get_num_threads())
+        return out

@@ -1,0 +1,50 @@
+"""The range search of `starquill.quant.quantize`, in native code on all threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from starquill.kernels.native import native
+
+
+def largest(weight: Tensor) -> float:
+    """The largest magnitude; NaN or infinity if there is one."""
+    assert native is not None
+    return float(native.largest(weight.detach().contiguous(), torch.get_num_threads()))
+
+
+def range_search(
+    weight: Tensor,
+    settings: tuple[int, int],
+    shares: Sequence[float],
+    importance: Tensor | None,
+    unit: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize `[out, in]` to packed integers, scales and biases.
+
+    `settings` are bits and group; each of `shares` of a group's range is tried and refitted by
+    least squares, weighted by `importance` `[in]`. With a `unit` weights are divided by it while
+    fitting, and scales and biases are float32; without, they are float16.
+    """
+    assert native is not None
+    bits, group = settings
+    out, width = weight.shape
+    packed = torch.empty(out, width * bits // 8, dtype=torch.uint8)
+    dtype = torch.float16 if unit is None else torch.float32
+    scales = torch.empty(out, width // group, dtype=dtype)
+    biases = torch.empty_like(scales)
+    native.quantize(
+        weight.detach().contiguous(),
+        settings,
+        list(shares),
+        importance,
+        unit or 1.0,
+        packed,
+        scales,
+        biases,
+        torch.get_num_threads(),
+    )
+    return packed, scales, biases
