@@ -1,10 +1,17 @@
-"""How much each input of each matrix matters: second moments of activations on real text."""
+"""How much each input of each matrix matters: second moments of activations on real text.
+
+The model is run one layer at a time, so that it need not fit into memory; or the moments come
+from llama.cpp's importance matrix.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,99 +19,347 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from starquill.errors import CheckpointError, UnsupportedError
-from starquill.models.spec import GgufNames, StepBatch
-from starquill.nn.cache import KvCache
-from starquill.nn.linear import Linear
-from starquill.quant.weight import Weight
+from starquill.checkpoint.build import assign, compare
+from starquill.checkpoint.opening import Checkpoint
+from starquill.checkpoint.source import WeightSource
+from starquill.errors import (
+    BadRequestError,
+    CheckpointError,
+    NumericsError,
+    UnsupportedError,
+    listing,
+)
+from starquill.models.spec import GgufNames, ModelParts, StepBatch
+from starquill.nn.cache import CacheStep, KvCache
+
+log = logging.getLogger("starquill")
 
 Importances = Mapping[str, Tensor]
+TOKENS = 32_768
+_LEAST_SHARE = 256  # tokens of one text; with fewer, its beginning is all that is seen
+_MOST_CHARACTERS = 32  # of a token on average, so that a long text is not encoded whole
 _CHUNK = 512
 
 
-class _Watching:
-    """A weight that adds up the squares of what it is multiplied with."""
+def cut(
+    texts: Sequence[str], encode: Callable[[str], list[int]], context: int, budget: int = TOKENS
+) -> list[list[int]]:
+    """Token ids of the beginnings of `texts`: `budget` in all, spread as evenly as they allow.
 
-    def __init__(self, inner: Weight) -> None:
+    Of very many texts some are taken, evenly spaced.
+    """
+    texts = [text for text in texts if text]
+    most = max(1, budget // _LEAST_SHARE)
+    if len(texts) > most:
+        texts = [texts[i * len(texts) // most] for i in range(most)]
+    found: list[list[int]] = []
+    left = budget
+    # Shortest first: what a short text leaves of its share goes to those after it.
+    for number, text in enumerate(sorted(texts, key=len)):
+        share = min(left // (len(texts) - number), context)
+        found.append(encode(text[: share * _MOST_CHARACTERS])[:share])
+        left -= len(found[-1])
+    return [ids for ids in found if ids]
+
+
+class _Watching:
+    """A weight that adds up the squares of what it is multiplied with, before it is.
+
+    Of stacked experts `[E, out, in]` each is watched on its own: `weight[e]` is what counts.
+    """
+
+    def __init__(self, inner: Any, squares: Tensor | None = None, count: Tensor | None = None):
+        lead, width = inner.shape[:-2], inner.shape[-1]
         self.inner = inner
-        self.squares = torch.zeros(inner.shape[-1], dtype=torch.float64)
-        self.count = 0
+        self.squares = (
+            torch.zeros(*lead, width, dtype=torch.float64) if squares is None else squares
+        )
+        self.count = torch.zeros(lead, dtype=torch.int64) if count is None else count
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    def __getitem__(self, expert: int) -> _Watching:
+        e = int(expert)  # of a tensor, indexing would make copies
+        return _Watching(self.inner[e], self.squares[e], self.count[e])
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = x.flatten(0, -2)
         self.squares += flat.float().square().sum(0)
         self.count += len(flat)
-        return self.inner.matmul(x, bias)
+        return self._product(x, bias)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = self.inner.matmul(x, bias)
+        return product
+
+    def moments(self, name: str) -> Tensor | None:
+        """Mean squares `[in]` or `[E, in]` float32; None if it was never multiplied with."""
+        if not bool(self.squares.isfinite().all()):
+            raise NumericsError(
+                f"calibration: the inputs of {name} are not finite, or too large to square in "
+                "float32; the weights before it are damaged, or --calibrate cannot be used"
+            )
+        return _mean(self.squares, self.count)
+
+
+class _Ending(_Watching):
+    """The head: what comes out of it is not looked at, so it is neither read nor computed."""
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG002
+        return x.new_zeros(()).expand(*x.shape[:-1], self.inner.shape[-2])
+
+
+def _mean(squares: Tensor, count: Tensor) -> Tensor | None:
+    """`squares` `[..., in]` over `count` `[...]`; None if nothing was counted.
+
+    An expert that saw nothing gets ones: all its inputs matter alike.
+    """
+    if not bool(count.any()):
+        return None
+    mean = squares / count.clamp_min(1)[..., None]
+    return torch.where(count[..., None] > 0, mean, 1.0).float()
+
+
+class _OneLayerCache(KvCache):
+    """The cache of whichever layer runs; there are no others."""
+
+    def update(
+        self, layer: int, keys: Tensor, values: Tensor, step: CacheStep
+    ) -> tuple[Tensor, Tensor]:
+        del layer
+        return super().update(0, keys, values, step)
+
+
+@dataclass(frozen=True, eq=False)
+class _Text:
+    """Token ids `[1, T]` and their hidden states `[1, T, D]`, which each layer replaces."""
+
+    ids: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Stream:
+    """A model of which every part is on torch's `meta` device, until it is its turn."""
+
+    model: Any
+    source: WeightSource
+    names: Mapping[str, str]
+
+    @contextmanager
+    def filled(self, names: Sequence[str]) -> Iterator[None]:
+        """Tensors `names` are read on entry, as float32, and let go on leaving."""
+        before: list[tuple[nn.Module, str, Any]] = []
+        try:
+            for name in names:
+                path, _, attribute = name.rpartition(".")
+                module = self.model.get_submodule(path)
+                before.append((module, attribute, getattr(module, attribute)))
+                assign(self.model, name, self.source.read(self.names[name]), torch.float32)
+            yield
+        finally:
+            for module, attribute, empty in before:
+                setattr(module, attribute, empty)
+
+    def below(self, *prefixes: str) -> list[str]:
+        return [name for name in self.names if name.startswith(prefixes)]
 
 
 @torch.inference_mode()
-def second_moments(
-    model: Any, config: Any, texts: Iterable[list[int]], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Mean square of every input of every `Linear`, by weight name, as `[in]` float32.
+def second_moments(checkpoint: Checkpoint, texts: Sequence[list[int]]) -> dict[str, Tensor]:
+    """Mean square of every input of every matrix, by weight name, as `[in]` float32.
 
-    `texts` are token ids; each is run from its own start, cut at the context. Memory is one
-    vector a matrix and one cache, however long the texts are.
+    Of stacked experts `[E, in]`. `texts` are token ids, each run from its own start in float32.
+    In memory are the hidden states of all tokens, and the embedding or one layer.
     """
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
-    watching = {name: _Watching(module.weight) for name, module in linears.items()}
-    _set_weights(linears, watching)
+    spec, config = checkpoint.spec, checkpoint.config
+    model = spec.Model(config).eval()
+    fit = compare(spec, model, checkpoint.source.infos)
+    fit.check()
+    stream = _Stream(model, checkpoint.source, fit.names)
+    parts: ModelParts = model
+    embedding, head = stream.below(f"{spec.embedding}."), stream.below(f"{spec.head}.")
+    outside = set(embedding) | set(head) | set(stream.below(spec.layer_prefix))
+    with stream.filled([name for name in fit.names if name not in outside]):
+        with stream.filled(embedding):
+            ids = [torch.tensor([text]) for text in texts]
+            states = [_Text(i, parts.embed(i)) for i in ids]
+        found: dict[str, Tensor] = {}
+        for number in range(config.num_hidden_layers):
+            found |= _through_layer(stream, checkpoint, number, states)
+        found |= _through_head(model, spec.head, states)
+    return found
+
+
+def _through_layer(
+    stream: _Stream, checkpoint: Checkpoint, number: int, texts: Sequence[_Text]
+) -> dict[str, Tensor]:
+    """Moments of one layer. A function of its own, so that nothing of the layer outlives it."""
+    path = f"{checkpoint.spec.layer_prefix}{number}"
+    shape = replace(checkpoint.config.cache_shape(1), layers=1)
+    with stream.filled(stream.below(f"{path}.")):
+        layer = stream.model.get_submodule(path)
+        watching = {}
+        for module, attribute, name in _weights(layer, path):
+            watching[name] = _Watching(getattr(module, attribute))
+            setattr(module, attribute, watching[name])
+        for text in texts:
+            cache = _OneLayerCache(shape, torch.float32)
+            _advance(stream.model, layer, text, cache)
+        moments = {name: watch.moments(name) for name, watch in watching.items()}
+    return {name: value for name, value in moments.items() if value is not None}
+
+
+def _advance(parts: ModelParts, layer: nn.Module, text: _Text, cache: KvCache) -> None:
+    """Replace hidden states by what `layer` makes of them, chunk by chunk as in a long prompt."""
+    slot, span = torch.tensor([0]), torch.tensor([text.ids.shape[1]])
+    for ids, x in zip(text.ids.split(_CHUNK, 1), text.hidden.split(_CHUNK, 1), strict=True):
+        positions = cache.lens[:, None] + torch.arange(ids.shape[1])
+        x.copy_(layer(x, parts.step(StepBatch(ids, positions, slot, span, cache))))
+        cache.lens += ids.shape[1]
+
+
+def _through_head(model: Any, path: str, texts: Sequence[_Text]) -> dict[str, Tensor]:
+    parts: ModelParts = model
+    ((head, attribute, name),) = _weights(model.get_submodule(path), path)
+    watch = _Ending(getattr(head, attribute))
+    setattr(head, attribute, watch)
+    for text in texts:
+        for x in text.hidden.split(_CHUNK, 1):
+            parts.logits(parts.finish(x))
+    moments = watch.moments(name)
+    return {} if moments is None else {name: moments}
+
+
+def _weights(root: nn.Module, path: str) -> list[tuple[nn.Module, str, str]]:
+    """Every `Weight` below `root`: who holds it, as which attribute, and its name."""
+    return [
+        (module, attribute, f"{prefix}.{attribute}")
+        for prefix, module in root.named_modules(prefix=path)
+        for attribute, value in vars(module).items()
+        if hasattr(value, "matmul") and hasattr(value, "dequantize")
+    ]
+
+
+# --- llama.cpp's importance matrix ---
+
+_SUFFIXES = (".imatrix", ".dat", ".gguf")
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+_MOST_ENTRIES = 65_535
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """Sums of squares `[E, in]` (one row but for stacked experts) and their counts `[E]`."""
+
+    sums: Tensor
+    counts: Tensor
+
+
+def is_imatrix(path: Path) -> bool:
+    """Whether a file is an importance matrix, by its name or by how it begins; it may be damaged.
+
+    The older form begins with its number of entries, whose upper bytes are zeros: no text does.
+    """
+    if path.suffix.lower() in _SUFFIXES:
+        return True
+    head = _head(path)
+    return head == b"GGUF" or (len(head) == 4 and head[2:] == b"\0\0" and head[:2] != b"\0\0")
+
+
+def _head(path: Path) -> bytes:
     try:
-        for ids in texts:
-            _run(model, config, ids[: config.context_length], dtype)
-    finally:
-        _set_weights(linears, {name: watch.inner for name, watch in watching.items()})
-    return {
-        f"{name}.weight": (watch.squares / watch.count).float()
-        for name, watch in watching.items()
-        if watch.count
-    }
-
-
-def _set_weights(linears: Mapping[str, Linear], weights: Mapping[str, Any]) -> None:
-    for name, module in linears.items():
-        module.weight = weights[name]
-
-
-def _run(model: nn.Module, config: Any, ids: list[int], dtype: torch.dtype) -> None:
-    cache = KvCache(config.cache_shape(1), dtype)
-    slot, span = torch.tensor([0]), torch.tensor([len(ids)])
-    hidden: Callable[[StepBatch], Tensor] = model.hidden  # type: ignore[assignment]
-    logits: Callable[[Tensor], Tensor] = model.logits  # type: ignore[assignment]
-    for start in range(0, len(ids), _CHUNK):
-        piece = torch.tensor([ids[start : start + _CHUNK]])
-        positions = cache.lens[:, None] + torch.arange(piece.shape[1])
-        logits(hidden(StepBatch(piece, positions, slot, span, cache)))
-        cache.lens += piece.shape[1]
+        with path.open("rb") as file:
+            return file.read(4)
+    except OSError as error:
+        raise BadRequestError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def read_imatrix(path: Path, names: GgufNames | None) -> dict[str, Tensor]:
-    """llama.cpp's importance matrix (the older binary form) by our weight names.
+    """llama.cpp's importance matrix, in either form, by our weight names.
 
-    Layout: int32 entries; per entry int32 name length, name, int32 calls, int32 values, then
-    float32 sums of squares, each divided by the number of calls here.
+    Mean squares `[in]` float32, `[E, in]` for stacked experts. An entry that counted nothing is
+    left out. Raises CheckpointError for a damaged file.
     """
     if names is None:
         raise UnsupportedError(f"{path}: this architecture has no GGUF names")
+    read = _read_gguf if _head(path) == b"GGUF" else _read_older
+    entries = {names.rename(name): entry for name, entry in read(path).items()}
+    if not any(re.search(r"layers\.\d+\.", name) for name in entries):
+        raise CheckpointError(f"{path} names no layer of this architecture")
+    result, unseen = {}, []
+    for name, entry in entries.items():
+        for values in (entry.sums, entry.counts):
+            if not bool((values.isfinite() & (values >= 0)).all()):
+                raise CheckpointError(f"{path} is damaged: {name} has values that cannot be sums")
+        mean = _mean(entry.sums.double(), entry.counts)
+        if mean is None:
+            continue
+        unseen += [f"{name}[{e}]" for e in (entry.counts == 0).nonzero().flatten().tolist()]
+        result[name] = mean[0] if len(mean) == 1 else mean
+    if unseen:
+        log.warning("%s has no activations for %s: quantized without", path, listing(unseen, 3))
+    return result
+
+
+def _read_older(path: Path) -> dict[str, _Entry]:
+    """The binary form: int32 entries; per entry a name, int32 calls, int32 n, n float32 sums.
+
+    A name is an int32 length and its bytes. How often and on what it was run may follow. (From
+    llama.cpp's `common/imatrix-loader.cpp`.)
+    """
     data = path.read_bytes()
-    if data[:4] == b"GGUF":
-        raise UnsupportedError(f"{path} is the newer GGUF form of imatrix; save it as .dat")
-    result, at = {}, 4
+    found: dict[str, _Entry] = {}
+    at = 4
     try:
         (entries,) = struct.unpack_from("<i", data, 0)
+        if not 1 <= entries <= _MOST_ENTRIES:
+            raise ValueError(f"it begins with {entries} (expected a number of entries)")
         for _ in range(entries):
             (length,) = struct.unpack_from("<i", data, at)
+            if length < 1:
+                raise ValueError(f"a name of {length} bytes")
             name = data[at + 4 : at + 4 + length].decode()
             at += 4 + length
             calls, values = struct.unpack_from("<ii", data, at)
-            sums = np.frombuffer(data, np.float32, values, at + 8)
+            if values < 1 or name in found:
+                raise ValueError(f"{values} values for {name}, or not for the first time")
+            sums = np.frombuffer(data, "<f4", values, at + 8).copy()
             at += 8 + 4 * values
-            result[names.rename(name)] = torch.from_numpy(sums / max(calls, 1))
-    except (struct.error, ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is no imatrix file: {error}") from None
-    if not any(re.search(r"layers\.\d+\.", name) for name in result):
-        raise CheckpointError(f"{path} names no layer of this architecture")
-    return result
+            found[name] = _Entry(torch.from_numpy(sums)[None], torch.tensor([calls]))
+    except (struct.error, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no imatrix file ({len(data):,} bytes): {str(error)[:200]}"
+        ) from None
+    return found
+
+
+def _read_gguf(path: Path) -> dict[str, _Entry]:
+    """The GGUF form: for each weight `NAME.in_sum2` `[E, in]`, `NAME.counts` `[E, 1]`, float32."""
+    # The reader is imported here: most runs never need it.
+    from starquill.checkpoint.gguf import open_gguf
+
+    reader = open_gguf(path)
+    field = reader.fields.get("general.type")
+    try:
+        kind = None if field is None else field.contents()
+    except (ValueError, IndexError, OverflowError) as error:
+        raise CheckpointError(f"{path} has a damaged field: {error}") from None
+    if kind != "imatrix":
+        raise CheckpointError(f"{path} is a GGUF file of type {kind!r:.40} (expected 'imatrix')")
+    tensors = {t.name: t for t in reader.tensors if t.name.endswith((_SUMS, _COUNTS))}
+    found: dict[str, _Entry] = {}
+    for name in tensors:
+        ours = name.removesuffix(_SUMS).removesuffix(_COUNTS)
+        pair = [tensors.get(ours + _SUMS), tensors.get(ours + _COUNTS)]
+        if any(t is None or t.data.dtype != np.float32 for t in pair):
+            raise CheckpointError(f"{path} lacks sums or counts of {ours} (expected both, float32)")
+        sums, counts = (torch.from_numpy(np.array(t.data)) for t in pair if t is not None)
+        width = sums.shape[-1]
+        if width == 0 or sums.numel() != width * counts.numel():
+            raise CheckpointError(
+                f"{path} has {counts.numel()} counts for sums {list(sums.shape)} of {ours}"
+            )
+        found[ours] = _Entry(sums.reshape(-1, width), counts.flatten().round().long())
+    return found

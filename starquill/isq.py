@@ -25,10 +25,14 @@ RECIPES = {"mixed-2-6": (2, 6), "mixed-3-6": (3, 6), "mixed-4-6": (4, 6)}
 
 @dataclass(frozen=True)
 class IsqPlan:
-    """The scheme of every matrix to be quantized, and why others stay as they are."""
+    """The scheme of every matrix to be quantized, and why others stay as they are.
+
+    `unmet` names those that could not have what was asked for, quantized or not, and why.
+    """
 
     schemes: Mapping[str, Scheme]
     skipped: Mapping[str, str] = field(default_factory=dict)
+    unmet: Mapping[str, str] = field(default_factory=dict)
     importances: Mapping[str, Tensor] = field(default_factory=dict)
     outer: tuple[str, ...] = ()
 
@@ -45,7 +49,21 @@ class IsqPlan:
         if self.skipped:
             reasons = [f"{name} ({why})" for name, why in self.skipped.items()]
             text += f"; left as they are: {listing(reasons, 3)}"
+        smaller = [f"{n} ({why})" for n, why in self.unmet.items() if n in self.schemes]
+        if smaller:
+            text += f"; in smaller groups: {listing(smaller, 3)}"
         return text
+
+    def check_met(self) -> None:
+        """Raise BadRequestError naming every matrix that could not have what was asked for."""
+        if self.unmet:
+            total = len(self.schemes) + len(self.skipped)
+            reasons = [f"{name} ({why})" for name, why in self.unmet.items()]
+            raise BadRequestError(
+                f"{len(self.unmet)} of {total} matrices cannot have their scheme: "
+                f"{listing(reasons)}; choose another for them (--quant-override), or leave out "
+                "--quant-strict"
+            )
 
 
 @dataclass(frozen=True)
@@ -103,6 +121,7 @@ def plan_isq(
         )
     schemes: dict[str, Scheme] = {}
     skipped: dict[str, str] = {}
+    unmet: dict[str, str] = {}
     matrices = [name for name, info in infos.items() if len(info.shape) >= 2]
     for name in matrices:
         wanted = _default(spec, config, name, quant)
@@ -116,13 +135,15 @@ def plan_isq(
         width = infos[name].shape[-1]
         fitting = wanted.fitting(width)
         if fitting is None:
-            skipped[name] = f"no group divides its width of {width}"
-        else:
-            schemes[name] = fitting
+            skipped[name] = unmet[name] = f"no group divides its width of {width}"
+            continue
+        schemes[name] = fitting
+        if fitting != wanted:
+            unmet[name] = f"{fitting} for {wanted}, which does not divide its width of {width}"
     for override in overrides:
         if not any(override.matches(name, _layer(spec, name)) for name in matrices):
             raise BadRequestError(f"quantization of {override.target!r} finds no weight")
-    return IsqPlan(schemes, skipped, outer=(spec.embedding, spec.head))
+    return IsqPlan(schemes, skipped, unmet, outer=(spec.embedding, spec.head))
 
 
 def _default(spec: ArchSpec, config: ModelConfig, name: str, quant: str) -> Scheme | None:

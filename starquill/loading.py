@@ -22,6 +22,7 @@ from starquill.quantizing import (
     QuantOptions,
     Reading,
     plan_checkpoint,
+    plan_warnings,
     planned_bytes,
 )
 
@@ -70,7 +71,7 @@ def load(
         exact=exact,
         on_read=reading.read,
     )
-    warnings = (*checkpoint.warnings, *built.warnings)
+    warnings = (*checkpoint.warnings, *plan_warnings(checkpoint, plan), *built.warnings)
     for warning in warnings:
         log.warning("%s: %s", files.weights or files.folder, warning)
     return LoadedModel(

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from starquill.calibration import Importances, read_imatrix, second_moments
-from starquill.checkpoint.build import build, compare, renamed
-from starquill.checkpoint.files import read_text
+from starquill.calibration import Importances, cut, is_imatrix, read_imatrix, second_moments
+from starquill.checkpoint.build import compare, renamed
+from starquill.checkpoint.files import read_text, read_texts
 from starquill.checkpoint.hub import locate
 from starquill.checkpoint.memory import check_memory
 from starquill.checkpoint.opening import Checkpoint, open_checkpoint
 from starquill.checkpoint.save import SHARD_BYTES, ShardWriter, copy_companions, new_folder
 from starquill.checkpoint.source import TensorInfo
-from starquill.errors import UnsupportedError
+from starquill.checkpoint.vocabulary import check_vocabulary
+from starquill.errors import BadRequestError, CheckpointError, UnsupportedError, listing
 from starquill.isq import (
     IsqPlan,
     Override,
@@ -30,19 +30,25 @@ from starquill.isq import (
 from starquill.placement import read_topology
 from starquill.quant.weight import PermutedWeight
 
+log = logging.getLogger("starquill")
+
 
 @dataclass(frozen=True)
 class QuantOptions:
     """How to quantize: a scheme or recipe, exceptions to it, and what weights the error.
 
     `topology` is a file of schemes by layer; `overrides` are `REGEX=SCHEME` and come after it.
-    `calibrate` is a text file or folder that the model is run on, or llama.cpp's imatrix file.
+    `calibrate` is a text file or folder (its files with `suffix`) that the model is run on, or
+    llama.cpp's imatrix file. `strict` refuses a width that does not fit its scheme, which else
+    gets a smaller group or stays dense.
     """
 
     scheme: str
     overrides: tuple[str, ...] = ()
     topology: Path | None = None
     calibrate: Path | None = None
+    suffix: str = ".py"
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,9 +129,21 @@ def plan_checkpoint(checkpoint: Checkpoint, options: QuantOptions) -> IsqPlan:
         overrides += topology_overrides(read_topology(text, layers, str(options.topology)))
     overrides += [parse_override(text) for text in options.overrides]
     plan = plan_isq(checkpoint.spec, checkpoint.config, infos, options.scheme, overrides)
+    if options.strict:
+        plan.check_met()
     if options.calibrate is None:
         return plan
-    return replace(plan, importances=_importances(checkpoint, options.calibrate))
+    found = _importances(checkpoint, options.calibrate, options.suffix)
+    lacking = sorted(plan.schemes.keys() - found.keys() - _never_multiplied(checkpoint))
+    if lacking:
+        said = listing(lacking, 3)
+        log.warning("%s has no activations for %s: quantized without", options.calibrate, said)
+    return replace(plan, importances=found)
+
+
+def plan_warnings(checkpoint: Checkpoint, plan: IsqPlan) -> tuple[str, ...]:
+    """What became of the matrices that could not have what was asked for, if there are any."""
+    return (f"quantized as {plan.summary(_infos(checkpoint))}",) if plan.unmet else ()
 
 
 def planned_bytes(checkpoint: Checkpoint, plan: IsqPlan, itemsize: int | None = None) -> int:
@@ -142,21 +160,45 @@ def planned_bytes(checkpoint: Checkpoint, plan: IsqPlan, itemsize: int | None = 
     return round(total)
 
 
-def _importances(checkpoint: Checkpoint, data: Path) -> Importances:
-    if data.suffix in (".imatrix", ".dat"):
+def _importances(checkpoint: Checkpoint, data: Path, suffix: str) -> Importances:
+    if not data.is_dir() and is_imatrix(data):
         found = read_imatrix(data, checkpoint.spec.gguf)
     else:
-        tokenizer = checkpoint.tokenizer
-        if tokenizer is None:
-            raise UnsupportedError(f"{checkpoint.folder} has no tokenizer.json to calibrate with")
-        files = sorted(data.rglob("*.py")) if data.is_dir() else [data]
-        texts = (tokenizer.encode(read_text(path)) for path in files)
-        built = build(checkpoint.spec, checkpoint.config, checkpoint.source, torch.float32)
-        found = second_moments(built.model, checkpoint.config, texts, torch.float32)
+        found = second_moments(checkpoint, _calibration_texts(checkpoint, data, suffix))
+    infos = _infos(checkpoint)
     head, embedding = f"{checkpoint.spec.head}.weight", f"{checkpoint.spec.embedding}.weight"
-    if head in found and head not in _infos(checkpoint):
+    if head in found and head not in infos:
         found[embedding] = found.pop(head)  # tied: it is multiplied with as the head
-    return found
+    fitting = {}
+    for name in found.keys() & {name for name, info in infos.items() if len(info.shape) > 1}:
+        *lead, _, width = infos[name].shape
+        count, expected = found[name].numel(), math.prod((*lead, width))
+        if count != expected:
+            raise CheckpointError(
+                f"{data} has {count} values for {name} (expected {expected}); it was made with "
+                "another model"
+            )
+        fitting[name] = found[name].reshape(*lead, width)
+    return fitting
+
+
+def _never_multiplied(checkpoint: Checkpoint) -> set[str]:
+    """The embedding of a model that has a head of its own."""
+    spec = checkpoint.spec
+    return {f"{spec.embedding}.weight"} if f"{spec.head}.weight" in _infos(checkpoint) else set()
+
+
+def _calibration_texts(checkpoint: Checkpoint, data: Path, suffix: str) -> list[list[int]]:
+    tokenizer, config = checkpoint.tokenizer, checkpoint.config
+    if tokenizer is None:
+        raise UnsupportedError(f"{checkpoint.folder} has no tokenizer.json to calibrate with")
+    check_vocabulary(tokenizer, config.vocab_size, allow_padded=True)
+    texts = cut(
+        read_texts(data, suffix, "--calibrate-suffix"), tokenizer.encode, config.context_length
+    )
+    if not texts:
+        raise BadRequestError(f"{data} holds no text to calibrate with")
+    return texts
 
 
 def quantize_checkpoint(

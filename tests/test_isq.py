@@ -20,7 +20,7 @@ from starquill.loading import load
 from starquill.models import architecture
 from starquill.quant.affine import AffineWeight
 from starquill.quant.schemes import Scheme
-from starquill.quantizing import QuantOptions
+from starquill.quantizing import QuantOptions, quantize_checkpoint
 from starquill.types import SamplingParams
 from tests import tiny
 
@@ -194,6 +194,61 @@ def test_b26_no_matrix_fits(tmp_path: Path) -> None:
     plain, held = load(folder), load(folder, quant="4")
     ids = tiny.random_ids(9)
     assert torch.equal(tiny.our_logits(plain, ids), tiny.our_logits(held, ids))
+
+
+ODD = {"hidden_size": 96, "intermediate_size": 200}
+
+
+@pytest.mark.parametrize(
+    ("quant", "overrides", "changes", "named"),
+    [
+        ("q4-g64", (), {}, []),
+        ("8", (), {"intermediate_size": 128}, []),
+        ("q4-g64", (), ODD, ["q_proj", "c_fc", "c_proj", "embed_tokens", "q4-g32", "width of 200"]),
+        ("q4-g32", ("embed=4-g32", "c_proj=dense"), ODD, []),
+        ("q4-g32", ("embed=dense",), ODD, ["c_proj", "width of 200"]),
+        ("q4-g128", (), {}, ["q_proj", "q4-g64", "width of 64"]),
+        ("mixed-2-6", (), {"intermediate_size": 72}, ["c_proj", "width of 72"]),
+        ("q4-g16", ("c_proj=q4-g128",), {"intermediate_size": 192}, ["c_proj", "q4-g64"]),
+    ],
+)
+def test_b26_strict_refuses_what_falls_back(
+    tmp_path: Path,
+    quant: str,
+    overrides: tuple[str, ...],
+    changes: dict[str, Any],
+    named: list[str],
+) -> None:
+    """B26: all that cannot have its scheme is named at once, before anything is computed."""
+    folder = tiny.write_checkpoint(tmp_path / "m", tiny.config(**changes))
+    options = QuantOptions(quant, overrides, calibrate=Path("not read"), strict=True)
+    if not named:
+        with pytest.raises(BadRequestError, match="not read cannot be read"):
+            load(folder, quant=options)
+        return
+    for attempt in (load, lambda f, quant: quantize_checkpoint(f, tmp_path / "out", quant)):
+        with pytest.raises(BadRequestError, match="cannot have their scheme") as caught:
+            attempt(folder, quant=options)  # type: ignore[operator]
+        for part in named:
+            assert part in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("quant", "told"), [("q4-g64", True), ("q4-g32", True), ("dense=", False)])
+def test_b26_a_load_tells_what_fell_back_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quant: str, told: bool
+) -> None:
+    """With the mean bits; what the user wants dense is no news."""
+    folder = tiny.write_checkpoint(tmp_path / "m", tiny.config(**ODD))
+    overrides = (".=dense",) if quant == "dense=" else ("embed=4-g32",)
+    options = QuantOptions("4" if quant == "dense=" else quant, overrides)
+    warnings = [w for w in load(folder, quant=options).warnings if "quantized as" in w]
+    assert len(warnings) == told
+    assert len([r for r in caplog.records if "quantized as" in r.getMessage()]) == told
+    for warning in warnings:
+        assert "c_proj.weight (no group divides its width of 200)" in warning
+        assert "bits a weight" in warning
+        assert ("q4-g32 for q4-g64" in warning) == (quant == "q4-g64")
 
 
 # --- loading ---

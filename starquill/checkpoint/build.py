@@ -74,7 +74,7 @@ def build(
         value = prepare(ours, source.read(theirs))
         if not isinstance(value, Tensor):
             value = value.computing(dtype, exact)
-        _assign(model, ours, value, dtype)
+        assign(model, ours, value, dtype)
         if on_read is not None:
             on_read(ours)
     own_head = head in names and not _same_tensor(model, spec)
@@ -162,7 +162,8 @@ def _problems(
     return "; ".join(problems)
 
 
-def _assign(model: nn.Module, name: str, value: Stored, dtype: torch.dtype) -> None:
+def assign(model: nn.Module, name: str, value: Stored, dtype: torch.dtype) -> None:
+    """Put one tensor in its place, converted to what is computed in; it must be finite."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     if isinstance(module, Linear | Embedding) and attribute == "weight":

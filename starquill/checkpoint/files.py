@@ -66,6 +66,16 @@ def read_text(path: Path) -> str:
         raise BadRequestError(f"{path} cannot be read: {error.strerror}") from None
 
 
+def read_texts(data: Path, suffix: str, option: str = "--suffix") -> list[str]:
+    """The file, or every file with `suffix` below the folder, in order. `option` names `suffix`."""
+    if not data.is_dir():
+        return [read_text(data)]
+    files = sorted(path for path in data.rglob(f"*{suffix}") if path.is_file())
+    if not files:
+        raise BadRequestError(f"{data} has no {suffix} files; name others with {option}")
+    return [read_text(path) for path in files]
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace `path` (following a symbolic link, keeping its mode) in one step, or not at all."""
     target = path.resolve()

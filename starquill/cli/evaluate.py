@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from starquill.checkpoint.files import read_text
+from starquill.checkpoint.files import read_texts
 from starquill.cli.options import ModelOptions, QuantizeOptions, expand_options
 from starquill.errors import BadRequestError
 
@@ -21,16 +21,6 @@ app = typer.Typer(help="Measure a model.", no_args_is_help=True)
 @app.callback()
 def _group() -> None:
     """Without this, typer would make the only verb the command itself."""
-
-
-def read_texts(data: Path, suffix: str) -> list[str]:
-    """The file, or every file with `suffix` below the folder, in order."""
-    if data.is_dir():
-        files = sorted(path for path in data.rglob(f"*{suffix}") if path.is_file())
-        if not files:
-            raise BadRequestError(f"{data} has no {suffix} files; name others with --suffix")
-        return [read_text(path) for path in files]
-    return [read_text(data)]
 
 
 @app.command()

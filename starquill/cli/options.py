@@ -102,18 +102,34 @@ class QuantizeOptions:
     ] = None
     topology: Annotated[Path | None, _option("A YAML file of schemes by layer.")] = None
     calibrate: Annotated[
-        Path | None, _option("Code to weight errors with, or llama.cpp's .imatrix.")
+        Path | None,
+        _option(
+            "Weight errors by your code (32k tokens of a file or folder) or llama.cpp's imatrix.",
+            metavar="FILE|DIR",
+        ),
     ] = None
+    calibrate_suffix: Annotated[str, _option("Which files of a folder calibrate.")] = ".py"
+    quant_strict: Annotated[
+        bool, _option("Fail if a width does not fit its scheme.", "--quant-strict")
+    ] = False
 
     def chosen(self) -> QuantOptions | None:
         """As `quantizing.QuantOptions`; None for no quantization."""
         from starquill.quantizing import QuantOptions
 
         if self.quant is not None:
-            overrides = tuple(self.quant_override or ())
-            return QuantOptions(self.quant, overrides, self.topology, self.calibrate)
-        if self.quant_override or self.topology or self.calibrate:
-            raise BadRequestError("--quant-override, --topology and --calibrate need --quant")
+            return QuantOptions(
+                self.quant,
+                tuple(self.quant_override or ()),
+                self.topology,
+                self.calibrate,
+                suffix=self.calibrate_suffix,
+                strict=self.quant_strict,
+            )
+        if self.quant_override or self.topology or self.calibrate or self.quant_strict:
+            raise BadRequestError(
+                "--quant-override, --topology, --calibrate and --quant-strict need --quant"
+            )
         return None
 
 

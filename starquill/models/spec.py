@@ -53,6 +53,34 @@ class StepBatch:
     cache: KvCache
 
 
+class ModelParts(Protocol):
+    """A model to be run whole (`hidden`), or a layer at a time where it does not fit at once.
+
+    `hidden` is `embed`, then `layer(x, step(batch))` for every layer, then `finish`. A layer
+    touches no layer of the cache but its own.
+    """
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """`[B, T] -> [B, T, D]`: what enters the first layer."""
+        ...
+
+    def step(self, batch: StepBatch) -> Any:
+        """What all layers share."""
+        ...
+
+    def finish(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` from the last layer to what `logits` takes."""
+        ...
+
+    def hidden(self, batch: StepBatch) -> Tensor:
+        """Final hidden states `[B, T, D]`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., D] -> [..., V]` float32."""
+        ...
+
+
 @dataclass(frozen=True)
 class GgufNames:
     """How llama.cpp writes this architecture into a GGUF file.
@@ -88,7 +116,8 @@ class GgufConfig:
 class ArchSpec:
     """One architecture: how to read its config, build it and find its tensors.
 
-    `rename` maps a checkpoint's tensor name to ours, or to None for one to ignore.
+    `Model` makes an `nn.Module` that is a `ModelParts`, its layers at `layer_prefix`. `rename`
+    maps a checkpoint's tensor name to ours, or to None for one to ignore.
     """
 
     model_type: str

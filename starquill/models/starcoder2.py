@@ -185,14 +185,25 @@ class Starcoder2ForCausalLM(nn.Module):
         self.model = Starcoder2Model(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """`[B, T] -> [B, T, D]`: what enters the first layer."""
+        return self.model.embed_tokens(ids)
+
+    def step(self, batch: StepBatch) -> _Step:
+        """What all layers share; plans the cache."""
+        cos, sin = rope_table(self.config.rope, batch.positions, batch.spans)
+        return _Step(cos, sin, batch.cache, batch.cache.plan(batch.slots, batch.positions))
+
+    def finish(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` from the last layer to what `logits` takes."""
+        return self.model.norm(x)
+
     def hidden(self, batch: StepBatch) -> Tensor:
         """Final hidden states `[B, T, D]`; writes the cache, does not advance its lengths."""
-        x = self.model.embed_tokens(batch.ids)  # [B, T, D]
-        cos, sin = rope_table(self.config.rope, batch.positions, batch.spans)
-        step = _Step(cos, sin, batch.cache, batch.cache.plan(batch.slots, batch.positions))
+        x, step = self.embed(batch.ids), self.step(batch)
         for layer in self.model.layers:
             x = layer(x, step)
-        return self.model.norm(x)
+        return self.finish(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., D] -> [..., V]` float32."""
