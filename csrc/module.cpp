@@ -157,6 +157,8 @@ void quantize(const Buffer& weight, std::pair<int, int> settings, const std::vec
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // Weights may outlive the interpreter's end, held by modules; that is no fault to report.
+  nb::set_leak_warnings(false);
   m.doc() = "Native kernels; see csrc/. Use them through starquill.kernels.";
   if (const char* wanted = std::getenv("STARQUILL_ISA")) select_isa(wanted);
   m.def("isa", &isa);

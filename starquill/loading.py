@@ -25,6 +25,7 @@ from starquill.quantizing import (
     plan_warnings,
     planned_bytes,
 )
+from starquill.requantizing import Requantizer
 
 log = logging.getLogger("starquill")
 
@@ -85,6 +86,7 @@ def load(
         tokenizer=tokenizer,
         chat_template=chat_template(tokenizer) if tokenizer else None,
         warnings=warnings,
+        requantizer=Requantizer(built.model, checkpoint, compute_dtype, exact),
     )
 
 

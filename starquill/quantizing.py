@@ -94,7 +94,7 @@ class Reading:
         on_progress: OnProgress | None,
     ) -> None:
         """`result` bytes of weights come out, of which at most `kept` are in memory at once."""
-        self._infos = _infos(checkpoint)
+        self._infos = stored_infos(checkpoint)
         largest = max((info.nbytes for info in self._infos.values()), default=0)
         summary = plan.summary(self._infos) if plan.schemes else ""
         total = sum(info.nbytes for info in self._infos.values())
@@ -113,7 +113,7 @@ class Reading:
             self._on_progress(self._at)
 
 
-def _infos(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+def stored_infos(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     """What is stored, by our names."""
     found = checkpoint.source.infos
     return {ours: found[name] for ours, name in renamed(checkpoint.spec, found).items()}
@@ -121,7 +121,7 @@ def _infos(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
 
 def plan_checkpoint(checkpoint: Checkpoint, options: QuantOptions) -> IsqPlan:
     """Plan the quantization of a whole checkpoint; runs the model if it is to be calibrated."""
-    infos = _infos(checkpoint)
+    infos = stored_infos(checkpoint)
     overrides: list[Override] = []
     if options.topology is not None:
         layers = checkpoint.config.num_hidden_layers
@@ -143,13 +143,13 @@ def plan_checkpoint(checkpoint: Checkpoint, options: QuantOptions) -> IsqPlan:
 
 def plan_warnings(checkpoint: Checkpoint, plan: IsqPlan) -> tuple[str, ...]:
     """What became of the matrices that could not have what was asked for, if there are any."""
-    return (f"quantized as {plan.summary(_infos(checkpoint))}",) if plan.unmet else ()
+    return (f"quantized as {plan.summary(stored_infos(checkpoint))}",) if plan.unmet else ()
 
 
 def planned_bytes(checkpoint: Checkpoint, plan: IsqPlan, itemsize: int | None = None) -> int:
     """What the weights will take, dense ones in a dtype of `itemsize` bytes or as stored."""
     total = 0.0
-    for ours, info in _infos(checkpoint).items():
+    for ours, info in stored_infos(checkpoint).items():
         weights = math.prod(info.shape)
         if ours in plan.schemes:
             total += weights * plan.schemes[ours].bits_per_weight / 8
@@ -165,7 +165,7 @@ def _importances(checkpoint: Checkpoint, data: Path, suffix: str) -> Importances
         found = read_imatrix(data, checkpoint.spec.gguf)
     else:
         found = second_moments(checkpoint, _calibration_texts(checkpoint, data, suffix))
-    infos = _infos(checkpoint)
+    infos = stored_infos(checkpoint)
     head, embedding = f"{checkpoint.spec.head}.weight", f"{checkpoint.spec.embedding}.weight"
     if head in found and head not in infos:
         found[embedding] = found.pop(head)  # tied: it is multiplied with as the head
@@ -185,7 +185,9 @@ def _importances(checkpoint: Checkpoint, data: Path, suffix: str) -> Importances
 def _never_multiplied(checkpoint: Checkpoint) -> set[str]:
     """The embedding of a model that has a head of its own."""
     spec = checkpoint.spec
-    return {f"{spec.embedding}.weight"} if f"{spec.head}.weight" in _infos(checkpoint) else set()
+    return (
+        {f"{spec.embedding}.weight"} if f"{spec.head}.weight" in stored_infos(checkpoint) else set()
+    )
 
 
 def _calibration_texts(checkpoint: Checkpoint, data: Path, suffix: str) -> list[list[int]]:
@@ -217,7 +219,7 @@ def quantize_checkpoint(
     spec = checkpoint.spec
     fit = compare(spec, spec.Model(checkpoint.config), checkpoint.source.infos)
     fit.check()
-    infos = _infos(checkpoint)
+    infos = stored_infos(checkpoint)
     plan = plan_checkpoint(checkpoint, options)
     result = planned_bytes(checkpoint, plan)
     with new_folder(out) as folder:

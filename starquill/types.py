@@ -138,3 +138,16 @@ class GenerationStats:
     def generation_rate(self) -> float:
         """Tokens after the first per second of decoding; 0 when there was no second token."""
         return max(self.generated_tokens - 1, 0) / max(self.generation_seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class RequantizeReport:
+    """What `LoadedModel.requantize` did.
+
+    `changed` matrices have their new scheme; those in `kept` have their old one, by name, with
+    the reason. `summary` is the plan in one line.
+    """
+
+    changed: int
+    kept: Mapping[str, str]
+    summary: str

@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"isq", "calibration", "adapters", "anymoe"}),
     frozenset({"engine"}),
     frozenset({"quantizing"}),
+    frozenset({"requantizing"}),
     frozenset({"loading"}),
     frozenset({"server", "cli"}),
 )

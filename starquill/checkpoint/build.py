@@ -84,7 +84,7 @@ def build(
             f"tie_word_embeddings {said}, but {head} differs from {embedding}: using {head}"
         )
     if not own_head:
-        _tie(model, spec)
+        tie(model, spec)
     _check_nothing_on_meta(model)
     return BuiltModel(model.eval(), tuple(warnings))
 
@@ -201,19 +201,21 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _same_tensor(model: nn.Module, spec: ArchSpec) -> bool:
-    head, embedding = _weight(model, spec.head), _weight(model, spec.embedding)
+    head, embedding = weight_of(model, spec.head), weight_of(model, spec.embedding)
     return head.scheme == embedding.scheme and torch.equal(
         head.dequantize(), embedding.dequantize()
     )
 
 
-def _tie(model: nn.Module, spec: ArchSpec) -> None:
+def tie(model: nn.Module, spec: ArchSpec) -> None:
+    """Let the head multiply with the embedding, as it is now."""
     head = model.get_submodule(spec.head)
     assert isinstance(head, Linear)
-    head.weight = _weight(model, spec.embedding)
+    head.weight = weight_of(model, spec.embedding)
 
 
-def _weight(model: nn.Module, path: str) -> Weight:
+def weight_of(model: nn.Module, path: str) -> Weight:
+    """The weight of the `Linear` or `Embedding` at `path`."""
     module = model.get_submodule(path)
     assert isinstance(module, Linear | Embedding)
     return module.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from starquill.engine.chat import ChatTemplate
 from starquill.engine.healing import HealingVocabulary
 from starquill.errors import UnsupportedError
 from starquill.models.spec import ArchSpec, ModelConfig
+from starquill.types import RequantizeReport
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +37,18 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     warnings: tuple[str, ...] = ()
+    requantizer: Callable[[Any], RequantizeReport] | None = None
+
+    def requantize(self, quant: Any) -> RequantizeReport:
+        """Quantize anew from the checkpoint: a scheme, recipe or `QuantOptions`; None undoes it.
+
+        Works matrix by matrix while requests run; one that fails keeps its old weight and is in
+        the report. Raises BadRequestError for a scheme that makes no sense, and UnsupportedError
+        for a checkpoint that is itself quantized.
+        """
+        if self.requantizer is None:
+            raise UnsupportedError(f"{self.name} was not loaded from a checkpoint")
+        return self.requantizer(quant)
 
     @cached_property
     def healing(self) -> HealingVocabulary:

@@ -1,0 +1,67 @@
+"""Another scheme for a model that is loaded: its matrices are read from their source again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from starquill.checkpoint.build import Fit, assign, compare, tie, weight_of
+from starquill.checkpoint.opening import Checkpoint
+from starquill.errors import StarquillError
+from starquill.isq import IsqPlan, apply_isq
+from starquill.quantizing import QuantOptions, plan_checkpoint, stored_infos
+from starquill.types import RequantizeReport
+
+
+@dataclass(frozen=True, eq=False)
+class Requantizer:
+    """Knows where a loaded model's weights came from, and how it computes."""
+
+    model: Any
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    exact: bool
+
+    def __call__(self, quant: str | QuantOptions | None) -> RequantizeReport:
+        """Give every matrix its scheme in `quant`, or its stored values for None.
+
+        One matrix at a time: it is read, quantized and only then put in place of the old one, so
+        a running request sees either. One that fails keeps what it had and is reported.
+        Raises BadRequestError for a scheme that makes no sense, before anything changes.
+        """
+        checkpoint, spec = self.checkpoint, self.checkpoint.spec
+        plan = IsqPlan({})
+        if quant is not None:
+            options = QuantOptions(quant) if isinstance(quant, str) else quant
+            plan = plan_checkpoint(checkpoint, options)
+        fit = compare(spec, spec.Model(checkpoint.config), checkpoint.source.infos)
+        fit.check()
+        tied = weight_of(self.model, spec.head) is weight_of(self.model, spec.embedding)
+        kept: dict[str, str] = {}
+        changed = 0
+        for name in self._matrices(fit):
+            if tied and name == f"{spec.head}.weight":
+                continue
+            try:
+                self._replace(name, fit, plan)
+                changed += 1
+            except (StarquillError, OSError, MemoryError) as error:
+                kept[name] = str(error) or type(error).__name__
+        if tied:
+            tie(self.model, spec)
+        infos = stored_infos(checkpoint)
+        return RequantizeReport(changed, kept, plan.summary(infos) if plan.schemes else "")
+
+    @staticmethod
+    def _matrices(fit: Fit) -> list[str]:
+        return [name for name in fit.names if len(fit.expected.get(name, ())) > 1]
+
+    @torch.inference_mode()
+    def _replace(self, name: str, fit: Fit, plan: IsqPlan) -> None:
+        value = apply_isq(plan, name, self.checkpoint.source.read(fit.names[name]))
+        if not isinstance(value, Tensor):
+            value = value.computing(self.dtype, self.exact)
+        assign(self.model, name, value, self.dtype)
