@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from starquill.checkpoint.files import read_texts
+from starquill.cli.evaluate import read_texts
 from starquill.engine.scoring import score_texts
 from starquill.loading import load
 from starquill.nn.linear import Embedding, Linear

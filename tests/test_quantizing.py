@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +376,39 @@ def test_a_quantized_gguf_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StarquillError, match="quantized already"):
         _quantize(F16.with_name("q4_0.gguf"), tmp_path / "out", "4")
     assert list(tmp_path.iterdir()) == []
+
+
+# --- memory ---
+
+_PEAK = """
+import sys
+from starquill.loading import load
+load(sys.argv[1], quant="4")
+status = open("/proc/self/status").read()
+print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to tell the peak")
+def test_the_peak_is_the_result_and_a_bound(tmp_path: Path) -> None:
+    """Six layers of the 3B model's width, in a file of holes: 1.45 GB of bf16."""
+    raw = tiny.config(
+        hidden_size=3072, intermediate_size=12288, num_attention_heads=24, num_hidden_layers=6
+    )
+    raw |= {"num_key_value_heads": 2, "vocab_size": 49152}
+    shapes = tiny.shapes(raw)
+    tiny.write_json(tmp_path / "config.json", raw)
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    command = [sys.executable, "-c", _PEAK, str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    matrices = sorted(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
+    quantized = sum(matrices) * 4.5 / 8 + 49152 * 3072 * 2 / 8
+    assert int(told.stdout) < quantized + 4 * sum(matrices[-2:]) + 400e6
+    assert int(told.stdout) < 2 * sum(matrices), "more than the checkpoint itself"

@@ -59,15 +59,20 @@ def config(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in merged.items() if value is not ...}
 
 
+def shapes(raw: dict[str, Any], head: bool = False) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint with this config."""
+    spec = architecture(raw)
+    found = expected_tensors(spec.Model(spec.read_config(raw)))
+    if not head:
+        del found["lm_head.weight"]
+    return found
+
+
 def weights(raw: dict[str, Any], head: bool = False, seed: int = 0) -> dict[str, Tensor]:
     """Random float32 tensors, biases and norms included: zeros and ones would hide faults."""
-    spec = architecture(raw)
-    shapes = expected_tensors(spec.Model(spec.read_config(raw)))
-    if not head:
-        del shapes["lm_head.weight"]
     generator = torch.Generator().manual_seed(seed)
     state = {}
-    for name, shape in shapes.items():
+    for name, shape in shapes(raw, head).items():
         values = torch.randn(shape, generator=generator)
         is_norm = "norm" in name and name.endswith("weight")
         state[name] = 1 + 0.3 * values if is_norm else values * (0.3 if len(shape) == 1 else 0.15)
