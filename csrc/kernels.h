@@ -85,6 +85,22 @@ struct Quantize {
   void* biases;
 };
 
+// A new token of each row: its key and value go to `places` of the row's slot in a cache, then its
+// query is held against the first `counts` places.
+struct Attention {
+  const float* q;         // [B, Hq, Dh]
+  const float* new_k;     // [B, Hk, Dh]
+  const float* new_v;     // [B, Hk, Dh]
+  float* k;               // [slots, Hk, S, Dh]
+  float* v;               // [slots, Hk, S, Dh]
+  const int64_t* slots;   // [B]
+  const int64_t* places;  // [B]
+  const int64_t* counts;  // [B]
+  float* out;             // [B, Hq, Dh]
+  int64_t rows, query_heads, key_heads, ring, head_dim;
+  float scale;
+};
+
 struct Kernels {
   const char* name;
   int vector_bytes;
@@ -98,6 +114,7 @@ struct Kernels {
   void (*dequantize)(const Affine&, float* out, int64_t begin, int64_t end);
   void (*exact)(const Exact&, int64_t begin, int64_t end, float* scratch);  // [width] scratch
   void (*dense)(const DenseMatmul&, int64_t begin, int64_t end);
+  void (*attend)(const Attention&, int64_t begin, int64_t end);  // of rows times key heads
 };
 
 // Rows of a weight that `prefill` works on at once, and the bytes of scratch that it needs.

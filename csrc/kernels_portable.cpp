@@ -2,6 +2,7 @@
 
 #include "matmul.inl"
 
+#include "attention.inl"
 #include "dense.inl"
 #include "quantize.inl"
 
@@ -9,7 +10,7 @@ namespace starquill {
 
 const Kernels portable_kernels = {
     "portable",   Simd::bytes, quantize, largest, quantize_activations,
-    decode,  prefill,     dequantize, exact, dense,
+    decode,  prefill,     dequantize, exact, dense, attend,
 };
 
 }  // namespace starquill

@@ -2,6 +2,7 @@
 // here; everything behind works on plain pointers, without the interpreter's lock.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -93,6 +94,17 @@ class AffineHandle {
     affine_matmul(weight_, job, exact, threads);
   }
 
+  // Where Python has checked the buffers: a step has hundreds of products, and each DLPack exchange
+  // takes microseconds. Both are contiguous float32; bias too, or null.
+  void matmul_at(uintptr_t x, int64_t x_rows, uintptr_t bias, uintptr_t out, bool exact,
+                 int threads) const {
+    const Product job{reinterpret_cast<const float*>(x), x_rows, weight_.width,
+                      reinterpret_cast<const float*>(bias), reinterpret_cast<float*>(out),
+                      weight_.rows};
+    nb::gil_scoped_release free;
+    affine_matmul(weight_, job, exact, threads);
+  }
+
   void dequantize(const Out& out, int threads) const {
     check(static_cast<int64_t>(out.shape(0)) == weight_.rows &&
               static_cast<int64_t>(out.shape(1)) == weight_.width && out.stride(1) == 1 &&
@@ -154,6 +166,19 @@ void quantize(const Buffer& weight, std::pair<int, int> settings, const std::vec
   quantize_rtn(job, rows, threads);
 }
 
+// Addresses of what `Attention` lists, in its order, checked by the caller: contiguous float32 and
+// int64. `shape` is B, Hq, Hk, S, Dh.
+void attend_at(const std::array<uintptr_t, 9>& at, const std::array<int64_t, 5>& shape, float scale,
+               int threads) {
+  auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
+  auto integers = [&](int i) { return reinterpret_cast<const int64_t*>(at[i]); };
+  const Attention job{floats(0),   floats(1),   floats(2), floats(3), floats(4), integers(5),
+                      integers(6), integers(7), floats(8), shape[0],  shape[1],  shape[2],
+                      shape[3],    shape[4],    scale};
+  nb::gil_scoped_release free;
+  attend(job, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -170,9 +195,11 @@ NB_MODULE(_native, m) {
   m.def("largest", &largest_of, buffer, nb::arg());
   m.def("quantize", &quantize, buffer, nb::arg(), nb::arg(), nb::arg().none().noconvert(), nb::arg(),
         buffer, buffer, buffer, nb::arg());
+  m.def("attend_at", &attend_at);
   nb::class_<AffineHandle>(m, "Affine")
       .def(nb::init<Buffer, Buffer, Buffer, int, int>(), buffer, buffer, buffer, nb::arg(), nb::arg())
       .def("matmul", &AffineHandle::matmul, buffer, nb::arg().none().noconvert(), buffer, nb::arg(),
            nb::arg())
+      .def("matmul_at", &AffineHandle::matmul_at)
       .def("dequantize", &AffineHandle::dequantize, buffer, nb::arg());
 }

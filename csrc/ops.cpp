@@ -147,6 +147,11 @@ void quantize_rtn(const Quantize& job, int64_t rows, int threads) {
                [&](int64_t begin, int64_t end) { kernels->quantize(job, begin, end); });
 }
 
+void attend(const Attention& job, int threads) {
+  parallel_for(threads, job.rows * job.key_heads, 1,
+               [&](int64_t begin, int64_t end) { kernels->attend(job, begin, end); });
+}
+
 float largest(const void* w, Float type, int64_t count, int threads) {
   constexpr int64_t kPiece = 1 << 18;
   const int64_t pieces = (count + kPiece - 1) / kPiece;

@@ -27,13 +27,21 @@ class AffineKernel:
         by at most Σ_groups max|x|/254 · Σ|w|; `exact` keeps them as they are.
         NaN and infinity come through as NaN.
         """
-        rows = x.reshape(-1, x.shape[-1]).float()
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        out = torch.empty(rows.shape[0], self._shape[0])
-        float_bias = None if bias is None else bias.detach().float()
-        self._native.matmul(rows.detach(), float_bias, out, exact, torch.get_num_threads())
-        return out.view(*x.shape[:-1], self._shape[0]).to(x.dtype)
+        outputs, inputs = self._shape
+        if x.shape[-1] != inputs or (bias is not None and bias.shape != (outputs,)):
+            raise ValueError(f"{list(x.shape)} times {list(self._shape)}: shapes do not fit")
+        rows = x.float().contiguous()
+        float_bias = None if bias is None else bias.float().contiguous()
+        out = torch.empty(*x.shape[:-1], outputs)
+        self._native.matmul_at(
+            rows.data_ptr(),
+            rows.numel() // inputs,
+            0 if float_bias is None else float_bias.data_ptr(),
+            out.data_ptr(),
+            exact,
+            torch.get_num_threads(),
+        )
+        return out if x.dtype == torch.float32 else out.to(x.dtype)
 
     def dequantize(self) -> Tensor:
         """The matrix `[out, in]` in float32."""

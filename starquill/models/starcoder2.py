@@ -16,7 +16,7 @@ from starquill.errors import CheckpointError
 from starquill.models.config import MOST, MOST_LAYERS, MOST_POSITIONS, ConfigReader, read_rope
 from starquill.models.spec import ArchSpec, GgufConfig, GgufNames, StepBatch
 from starquill.nn.activation import ACTIVATIONS
-from starquill.nn.attention import attend
+from starquill.nn.attention import attend_cached
 from starquill.nn.cache import CacheShape, CacheStep, KvCache
 from starquill.nn.linear import Embedding, Linear
 from starquill.nn.norm import LayerNorm
@@ -140,8 +140,7 @@ class Starcoder2Attention(nn.Module):
         q = rotate(self._heads(self.q_proj(x)), step.cos, step.sin)
         k = rotate(self._heads(self.k_proj(x)), step.cos, step.sin)
         v = self._heads(self.v_proj(x))
-        k, v = step.cache.update(self.layer, k, v, step.cache_step)  # [B, Hk, S, Dh]
-        return self.o_proj(attend(q, k, v, step.cache_step))
+        return self.o_proj(attend_cached(q, (k, v), step.cache, self.layer, step.cache_step))
 
 
 class Starcoder2MLP(nn.Module):

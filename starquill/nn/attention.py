@@ -8,7 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from starquill.nn.cache import CacheStep
+from starquill.kernels.attention import attend_one
+from starquill.nn.cache import CacheStep, KvCache
+
+
+def attend_cached(
+    q: Tensor, new: tuple[Tensor, Tensor], cache: KvCache, layer: int, step: CacheStep
+) -> Tensor:
+    """Store the `new` keys and values `[B, Hk, T, Dh]` and attend with `q` to all it may see.
+
+    Returns `[B, T, Hq·Dh]`.
+    """
+    if step.one is not None:
+        return attend_one(q, new, cache.layer(layer), step.one)
+    k, v = cache.update(layer, *new, step)  # [B, Hk, S, Dh]
+    return attend(q, k, v, step)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, step: CacheStep) -> Tensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from starquill.kernels.attention import OneToken, attends
+
 _FIRST_CAPACITY = 256
 
 
@@ -43,6 +45,7 @@ class CacheStep:
     read_first: bool
     mask: Tensor | None
     causal: bool
+    one: OneToken | None = None  # set where the native kernel can do a step of one token
 
 
 class KvCache:
@@ -111,7 +114,14 @@ class KvCache:
             if read_first:
                 key_positions = torch.cat((key_positions, positions), dim=1)
             mask = _visible(key_positions, positions, self.shape.window)
-        return CacheStep(_rows(slots), targets, kept, extent, read_first, mask, causal)
+        one = None
+        if new_tokens == 1 and attends(self._keys[0]):
+            one = OneToken(slots, targets[:, 0].contiguous(), ends.clamp(max=ring))
+        return CacheStep(_rows(slots), targets, kept, extent, read_first, mask, causal, one)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """All of a layer's keys and values, `[slots, Hk, S, Dh]` each."""
+        return self._keys[index], self._values[index]
 
     def update(
         self, layer: int, keys: Tensor, values: Tensor, step: CacheStep

@@ -1,0 +1,48 @@
+"""Attention of one new token a row over the key/value cache, in native code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from starquill.kernels.native import native, serves
+
+
+@dataclass(frozen=True)
+class OneToken:
+    """Where the new token of each row goes, and how much of its slot it sees: `[B]` int64 each."""
+
+    slots: Tensor
+    places: Tensor
+    counts: Tensor
+
+
+def attends(cache: Tensor) -> bool:
+    """Whether `attend_one` can work on this cache."""
+    return serves(cache) and cache.dtype == torch.float32
+
+
+def attend_one(
+    q: Tensor, new: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], at: OneToken
+) -> Tensor:
+    """Store the `new` key and value `[B, Hk, 1, Dh]`, then attend with `q` `[B, Hq, 1, Dh]`.
+
+    `cache` is k and v `[slots, Hk, S, Dh]`; row b sees the first `counts[b]` places of its slot.
+    Softmax with scale 1/√Dh. Returns `[B, 1, Hq·Dh]`.
+    """
+    assert native is not None
+    batch, heads, _, head_dim = q.shape
+    _, kv_heads, ring, _ = cache[0].shape
+    queries, keys, values = (tensor.contiguous() for tensor in (q, *new))
+    out = torch.empty(batch, 1, heads * head_dim)
+    tensors = (queries, keys, values, *cache, at.slots, at.places, at.counts, out)
+    native.attend_at(
+        [tensor.data_ptr() for tensor in tensors],
+        [batch, heads, kv_heads, ring, head_dim],
+        1 / math.sqrt(head_dim),
+        torch.get_num_threads(),
+    )
+    return out
