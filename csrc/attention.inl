@@ -56,12 +56,24 @@ void accumulate(float* out, float scale, const float* weights, const float* v, i
   }
 }
 
+void rotate(const float* x, const float* cos, const float* sin, int64_t n, float* out) {
+  const int64_t half = n / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float low = x[i], high = x[i + half];
+    out[i] = low * cos[i] - high * sin[i];
+    out[i + half] = high * cos[i + half] + low * sin[i + half];
+  }
+}
+
 // Query heads [first, first + heads) of one row, which share key head `head` (a running softmax).
 void attend_heads(const Attention& job, int64_t row, int64_t head, int64_t first, int heads) {
   const int64_t n = job.head_dim, count = job.counts[row];
   const int64_t place = (job.slots[row] * job.key_heads + head) * job.ring * n;
-  const float* q = job.q + (row * job.query_heads + first) * n;
   float* out = job.out + (row * job.query_heads + first) * n;
+  float q[kHeads * kMostHeadDim];
+  for (int h = 0; h < heads; ++h)
+    rotate(job.q + (row * job.query_heads + first + h) * n, job.cos + row * n, job.sin + row * n, n,
+           q + h * n);
   float most[kHeads], total[kHeads];
   for (int h = 0; h < heads; ++h) most[h] = -as_float(0x7f800000), total[h] = 0;
   for (int64_t i = 0; i < heads * n; ++i) out[i] = 0;
@@ -93,10 +105,9 @@ void attend(const Attention& job, int64_t begin, int64_t end) {
   for (int64_t piece = begin; piece < end; ++piece) {
     const int64_t row = piece / job.key_heads, head = piece % job.key_heads, n = job.head_dim;
     const int64_t slot = (job.slots[row] * job.key_heads + head) * job.ring;
-    for (int64_t i = 0; i < n; ++i) {
-      job.k[(slot + job.places[row]) * n + i] = job.new_k[piece * n + i];
-      job.v[(slot + job.places[row]) * n + i] = job.new_v[piece * n + i];
-    }
+    const int64_t place = (slot + job.places[row]) * n;
+    rotate(job.new_k + piece * n, job.cos + row * n, job.sin + row * n, n, job.k + place);
+    for (int64_t i = 0; i < n; ++i) job.v[place + i] = job.new_v[piece * n + i];
     for (int64_t h = 0; h < group; h += kHeads)
       attend_heads(job, row, head, head * group + h, static_cast<int>(lesser<int64_t>(kHeads, group - h)));
   }

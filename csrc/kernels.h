@@ -85,12 +85,14 @@ struct Quantize {
   void* biases;
 };
 
-// A new token of each row: its key and value go to `places` of the row's slot in a cache, then its
-// query is held against the first `counts` places.
+// A new token of each row: query and key are rotated (dimension i with i + Dh/2), key and value go
+// to `places` of the row's slot in a cache, and the query is held against the first `counts`.
 struct Attention {
   const float* q;         // [B, Hq, Dh]
   const float* new_k;     // [B, Hk, Dh]
   const float* new_v;     // [B, Hk, Dh]
+  const float* cos;       // [B, Dh]
+  const float* sin;       // [B, Dh]
   float* k;               // [slots, Hk, S, Dh]
   float* v;               // [slots, Hk, S, Dh]
   const int64_t* slots;   // [B]
@@ -100,6 +102,8 @@ struct Attention {
   int64_t rows, query_heads, key_heads, ring, head_dim;
   float scale;
 };
+
+constexpr int kMostHeadDim = 256;
 
 struct Kernels {
   const char* name;

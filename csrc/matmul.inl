@@ -29,10 +29,8 @@ struct Step {
 struct Group {
   int parts;
   int span;
-  int units;  // lanes of four elements in all
   Group(int width, int planes, int elements)
-      : parts(greater(1, width / elements)), span(lesser(width, elements) / (4 * planes)),
-        units(width / 4) {}
+      : parts(greater(1, width / elements)), span(lesser(width, elements) / (4 * planes)) {}
 };
 
 // In which group, counted from the block's first, each lane of each step of a block lies. A block
@@ -113,42 +111,46 @@ struct Band {
         biases(scales + w.groups() * kBand) {}
 };
 
+// L rows of `width` integers from `first` on, to the band's half: transposed step by step.
 template <int Bits>
-void fill_band(const Affine& w, int64_t first, int64_t end, const Band& band) {
+void fill_half(const Affine& w, int64_t first, int rows, uint8_t* to) {
   using S = Step<Bits>;
   const Group group(w.group, S::planes, S::elements);
+  const int together = greater(1, S::elements / w.group);  // groups in a step
+  for (int64_t start = 0; start < w.width; start += S::elements) {
+    I planes[S::planes][L];
+    const int64_t skip = start * Bits / 8;
+    for (int r = 0; r < L; ++r) {
+      I one[S::planes];
+      for (int p = 0; p < S::planes; ++p) one[p] = Simd::zero_i();
+      if (r < rows)
+        Simd::template unpack<Bits>(w.packed + (first + r) * w.row_bytes() + skip,
+                                    w.row_bytes() - skip, one);
+      for (int p = 0; p < S::planes; ++p) planes[p][r] = one[p];
+    }
+    for (int p = 0; p < S::planes; ++p) Simd::transpose(planes[p]);
+    // Of a step that the row's end cuts short, only whole groups are there.
+    for (int g = 0; g < together && start + g * w.group < w.width; ++g)
+      for (int p = 0; p < S::planes; ++p)
+        for (int l = 0; l < group.span && start + 4 * S::planes * l < w.width; ++l, to += kBand * 4)
+          Simd::store_i(to, planes[p][g * group.span + l]);
+  }
+}
+
+template <int Bits>
+void fill_band(const Affine& w, int64_t first, int64_t end, const Band& band) {
   for (int half = 0; half < 2; ++half) {
     const int64_t row = first + half * L;
     const int rows = static_cast<int>(lesser<int64_t>(greater<int64_t>(end - row, 0), L));
-    for (int64_t start = 0; start < w.width; start += S::elements) {
-      I planes[S::planes][L];
-      for (int r = 0; r < L; ++r) {
-        I one[S::planes];
-        const int64_t skip = start * Bits / 8;
-        if (r < rows)
-          Simd::template unpack<Bits>(w.packed + (row + r) * w.row_bytes() + skip,
-                                      w.row_bytes() - skip, one);
-        for (int p = 0; p < S::planes; ++p) planes[p][r] = r < rows ? one[p] : Simd::zero_i();
-      }
-      for (int p = 0; p < S::planes; ++p) {
-        Simd::transpose(planes[p]);
-        for (int l = 0; l < L; ++l) {
-          const int64_t element = start + 4 * l * S::planes;
-          if (element >= w.width) break;
-          const int64_t inside = element % w.group, part = inside / S::elements;
-          const int64_t lane = inside % S::elements / (4 * S::planes);
-          const int64_t unit =
-              element / w.group * group.units + (part * S::planes + p) * group.span + lane;
-          Simd::store_i(band.q + (unit * 2 + half) * Simd::bytes, planes[p][l]);
-        }
+    fill_half<Bits>(w, row, rows, band.q + half * Simd::bytes);
+    for (int r = 0; r < L; ++r) {
+      const int64_t from = (row + r) * w.groups();
+      for (int64_t g = 0; g < w.groups(); ++g) {
+        const int64_t to = (2 * g + half) * L + r;
+        band.scales[to] = r < rows ? load_float(w.scales, w.scale_type, from + g) : 0;
+        band.biases[to] = r < rows ? load_float(w.biases, w.scale_type, from + g) : 0;
       }
     }
-    for (int64_t g = 0; g < w.groups(); ++g)
-      for (int r = 0; r < L; ++r) {
-        const int64_t from = (row + r) * w.groups() + g, to = (2 * g + half) * L + r;
-        band.scales[to] = r < rows ? load_float(w.scales, w.scale_type, from) : 0;
-        band.biases[to] = r < rows ? load_float(w.biases, w.scale_type, from) : 0;
-      }
   }
 }
 

@@ -168,13 +168,13 @@ void quantize(const Buffer& weight, std::pair<int, int> settings, const std::vec
 
 // Addresses of what `Attention` lists, in its order, checked by the caller: contiguous float32 and
 // int64. `shape` is B, Hq, Hk, S, Dh.
-void attend_at(const std::array<uintptr_t, 9>& at, const std::array<int64_t, 5>& shape, float scale,
+void attend_at(const std::array<uintptr_t, 11>& at, const std::array<int64_t, 5>& shape, float scale,
                int threads) {
   auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
   auto integers = [&](int i) { return reinterpret_cast<const int64_t*>(at[i]); };
-  const Attention job{floats(0),   floats(1),   floats(2), floats(3), floats(4), integers(5),
-                      integers(6), integers(7), floats(8), shape[0],  shape[1],  shape[2],
-                      shape[3],    shape[4],    scale};
+  const Attention job{floats(0), floats(1),   floats(2),   floats(3),   floats(4),  floats(5),
+                      floats(6), integers(7), integers(8), integers(9), floats(10), shape[0],
+                      shape[1],  shape[2],    shape[3],    shape[4],    scale};
   nb::gil_scoped_release free;
   attend(job, threads);
 }

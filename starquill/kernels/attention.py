@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from starquill.kernels.native import native, serves
+from starquill.kernels.native import as_rows, native, serves
+
+MOST_HEAD_DIM = 256  # as in csrc/kernels.h
 
 
 @dataclass(frozen=True)
@@ -21,24 +23,31 @@ class OneToken:
 
 
 def attends(cache: Tensor) -> bool:
-    """Whether `attend_one` can work on this cache."""
-    return serves(cache) and cache.dtype == torch.float32
+    """Whether `attend_one` can work on this cache `[slots, Hk, S, Dh]`."""
+    head_dim = cache.shape[-1]
+    fits = head_dim % 2 == 0 and head_dim <= MOST_HEAD_DIM
+    return fits and serves(cache) and cache.dtype == torch.float32
 
 
 def attend_one(
-    q: Tensor, new: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], at: OneToken
+    q: Tensor,
+    new: tuple[Tensor, Tensor],
+    rope: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    at: OneToken,
 ) -> Tensor:
-    """Store the `new` key and value `[B, Hk, 1, Dh]`, then attend with `q` `[B, Hq, 1, Dh]`.
+    """Rotate, store the `new` key and value `[B, Hk, 1, Dh]`, attend with `q` `[B, Hq, 1, Dh]`.
 
-    `cache` is k and v `[slots, Hk, S, Dh]`; row b sees the first `counts[b]` places of its slot.
-    Softmax with scale 1/√Dh. Returns `[B, 1, Hq·Dh]`.
+    `rope` is cos and sin `[B, 1, 1, Dh]`: dimension i pairs with i + Dh/2. `cache` is k and v
+    `[slots, Hk, S, Dh]`; row b sees the first `counts[b]` places of its slot. Softmax with scale
+    1/√Dh. Returns `[B, 1, Hq·Dh]`.
     """
     assert native is not None
     batch, heads, _, head_dim = q.shape
     _, kv_heads, ring, _ = cache[0].shape
-    queries, keys, values = (tensor.contiguous() for tensor in (q, *new))
+    queries, keys, values, cos, sin = (as_rows(part) for part in (q, *new, *rope))
     out = torch.empty(batch, 1, heads * head_dim)
-    tensors = (queries, keys, values, *cache, at.slots, at.places, at.counts, out)
+    tensors = (queries, keys, values, cos, sin, *cache, at.slots, at.places, at.counts, out)
     native.attend_at(
         [tensor.data_ptr() for tensor in tensors],
         [batch, heads, kv_heads, ring, head_dim],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from starquill.kernels.native import native
+from starquill.kernels.native import as_rows, native
 
 
 class AffineKernel:
@@ -19,6 +21,7 @@ class AffineKernel:
         assert native is not None
         self._shape = (scales.shape[0], scales.shape[1] * group)
         self._native = native.Affine(packed, scales, biases, bits, group)
+        self._bias: Tensor | None = None  # the last one, known to fit
 
     def matmul(self, x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
         """`[..., in] -> [..., out]` in x's dtype, computed in float32.
@@ -28,20 +31,25 @@ class AffineKernel:
         NaN and infinity come through as NaN.
         """
         outputs, inputs = self._shape
-        if x.shape[-1] != inputs or (bias is not None and bias.shape != (outputs,)):
-            raise ValueError(f"{list(x.shape)} times {list(self._shape)}: shapes do not fit")
-        rows = x.float().contiguous()
-        float_bias = None if bias is None else bias.float().contiguous()
-        out = torch.empty(*x.shape[:-1], outputs)
+        *lead, width = x.shape
+        if width != inputs:
+            raise ValueError(f"x {list(x.shape)} does not fit a weight {list(self._shape)}")
+        rows = as_rows(x)
+        if bias is not None and bias is not self._bias:
+            if bias.shape != (outputs,):
+                raise ValueError(f"bias {list(bias.shape)} does not fit a weight {outputs} high")
+            bias = as_rows(bias)
+            self._bias = bias
+        out = torch.empty((*lead, outputs))
         self._native.matmul_at(
             rows.data_ptr(),
-            rows.numel() // inputs,
-            0 if float_bias is None else float_bias.data_ptr(),
+            math.prod(lead),
+            0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
             exact,
             torch.get_num_threads(),
         )
-        return out if x.dtype == torch.float32 else out.to(x.dtype)
+        return out if x.dtype is torch.float32 else out.to(x.dtype)
 
     def dequantize(self) -> Tensor:
         """The matrix `[out, in]` in float32."""

@@ -28,9 +28,15 @@ def _import() -> ModuleType | None:
 native = _import()
 
 
-def serves(*tensors: Tensor) -> bool:
-    """Whether the native kernels can take `tensors`: they are on the CPU and need no gradient."""
-    if native is None:
+def serves(tensor: Tensor) -> bool:
+    """Whether the native kernels can take `tensor`: it is on the CPU and needs no gradient."""
+    if native is None or not tensor.is_cpu:
         return False
-    grad = torch.is_grad_enabled()
-    return all(t.device.type == "cpu" and not (grad and t.requires_grad) for t in tensors)
+    return not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """As contiguous float32: what native code takes by its address."""
+    if tensor.dtype is not torch.float32:
+        tensor = tensor.float()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()

@@ -16,11 +16,11 @@ from starquill.errors import CheckpointError
 from starquill.models.config import MOST, MOST_LAYERS, MOST_POSITIONS, ConfigReader, read_rope
 from starquill.models.spec import ArchSpec, GgufConfig, GgufNames, StepBatch
 from starquill.nn.activation import ACTIVATIONS
-from starquill.nn.attention import attend_cached
-from starquill.nn.cache import CacheShape, CacheStep, KvCache
+from starquill.nn.attention import AttentionStep, attend_cached
+from starquill.nn.cache import CacheShape
 from starquill.nn.linear import Embedding, Linear
 from starquill.nn.norm import LayerNorm
-from starquill.nn.rope import RopeConfig, rope_table, rotate
+from starquill.nn.rope import RopeConfig, rope_table
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,6 @@ class Starcoder2Config:
         )
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What every layer of one forward pass shares."""
-
-    cos: Tensor  # [B, 1, T, Dh]
-    sin: Tensor
-    cache: KvCache
-    cache_step: CacheStep
-
-
 class Starcoder2Attention(nn.Module):
     def __init__(self, config: Starcoder2Config, layer: int) -> None:
         super().__init__()
@@ -134,13 +124,11 @@ class Starcoder2Attention(nn.Module):
         self.o_proj = Linear(q_size, config.hidden_size, config.use_bias)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, Dh]
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)  # [B, H, T, Dh]
 
-    def forward(self, x: Tensor, step: _Step) -> Tensor:
-        q = rotate(self._heads(self.q_proj(x)), step.cos, step.sin)
-        k = rotate(self._heads(self.k_proj(x)), step.cos, step.sin)
-        v = self._heads(self.v_proj(x))
-        return self.o_proj(attend_cached(q, (k, v), step.cache, self.layer, step.cache_step))
+    def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
+        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend_cached(q, k, v, self.layer, step))
 
 
 class Starcoder2MLP(nn.Module):
@@ -162,7 +150,7 @@ class Starcoder2DecoderLayer(nn.Module):
         self.input_layernorm = LayerNorm(config.hidden_size, config.norm_epsilon)
         self.post_attention_layernorm = LayerNorm(config.hidden_size, config.norm_epsilon)
 
-    def forward(self, x: Tensor, step: _Step) -> Tensor:
+    def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), step)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -188,10 +176,10 @@ class Starcoder2ForCausalLM(nn.Module):
         """`[B, T] -> [B, T, D]`: what enters the first layer."""
         return self.model.embed_tokens(ids)
 
-    def step(self, batch: StepBatch) -> _Step:
+    def step(self, batch: StepBatch) -> AttentionStep:
         """What all layers share; plans the cache."""
         cos, sin = rope_table(self.config.rope, batch.positions, batch.spans)
-        return _Step(cos, sin, batch.cache, batch.cache.plan(batch.slots, batch.positions))
+        return AttentionStep(cos, sin, batch.cache, batch.cache.plan(batch.slots, batch.positions))
 
     def finish(self, x: Tensor) -> Tensor:
         """`[B, T, D]` from the last layer to what `logits` takes."""

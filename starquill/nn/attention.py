@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,19 +11,30 @@ from torch import Tensor
 
 from starquill.kernels.attention import attend_one
 from starquill.nn.cache import CacheStep, KvCache
+from starquill.nn.rope import rotate
 
 
-def attend_cached(
-    q: Tensor, new: tuple[Tensor, Tensor], cache: KvCache, layer: int, step: CacheStep
-) -> Tensor:
-    """Store the `new` keys and values `[B, Hk, T, Dh]` and attend with `q` to all it may see.
+@dataclass(frozen=True)
+class AttentionStep:
+    """What the attention of every layer shares in one forward pass."""
 
-    Returns `[B, T, Hq·Dh]`.
+    cos: Tensor  # [B, 1, T, Dh] float32
+    sin: Tensor
+    cache: KvCache
+    plan: CacheStep
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, layer: int, step: AttentionStep) -> Tensor:
+    """Rotate `q` and `k`, store the new `k` and `v`, and attend to all that may be seen.
+
+    `q` `[B, Hq, T, Dh]`, `k` and `v` `[B, Hk, T, Dh]`. Returns `[B, T, Hq·Dh]`.
     """
-    if step.one is not None:
-        return attend_one(q, new, cache.layer(layer), step.one)
-    k, v = cache.update(layer, *new, step)  # [B, Hk, S, Dh]
-    return attend(q, k, v, step)
+    cache, plan = step.cache, step.plan
+    if plan.one is not None:
+        return attend_one(q, (k, v), (step.cos, step.sin), cache.layer(layer), plan.one)
+    q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+    keys, values = cache.update(layer, k, v, plan)  # [B, Hk, S, Dh]
+    return attend(q, keys, values, plan)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, step: CacheStep) -> Tensor:
