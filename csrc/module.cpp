@@ -119,16 +119,16 @@ class AffineHandle {
   Affine weight_;
 };
 
-void dense(const Buffer& weight, const Rows& x, const nb::object& bias, const Out& out, int threads) {
-  check(weight.ndim() == 2, "weight is not a matrix");
-  const Float type = float_type(weight);
-  check(type != Float::f32, "weight is not of a two-byte type");
-  const int64_t rows = weight.shape(0), width = weight.shape(1);
-  const Product job = product(x, bias, out, rows, width);
-  const uint16_t* data = static_cast<const uint16_t*>(weight.data());
-  check_aligned(data);
+// Addresses of weight, x, bias (or null) and out; `shape` is out, in and rows of x. All contiguous,
+// checked by the caller.
+void dense_matmul_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 3>& shape,
+                     bool bfloat, int threads) {
+  const auto [rows, width, x_rows] = shape;
+  const Product job{reinterpret_cast<const float*>(at[1]), x_rows, width,
+                    reinterpret_cast<const float*>(at[2]), reinterpret_cast<float*>(at[3]), rows};
   nb::gil_scoped_release free;
-  dense_matmul(data, type, rows, width, job, threads);
+  dense_matmul(reinterpret_cast<const uint16_t*>(at[0]), bfloat ? Float::bf16 : Float::f16, rows,
+               width, job, threads);
 }
 
 float largest_of(const Buffer& weight, int threads) {
@@ -191,7 +191,7 @@ NB_MODULE(_native, m) {
   m.def("select_isa", &select_isa);
   // No conversions: a silent copy of an output would be written instead of it.
   const auto buffer = nb::arg().noconvert();
-  m.def("dense_matmul", &dense, buffer, buffer, nb::arg().none().noconvert(), buffer, nb::arg());
+  m.def("dense_matmul_at", &dense_matmul_at);
   m.def("largest", &largest_of, buffer, nb::arg());
   m.def("quantize", &quantize, buffer, nb::arg(), nb::arg(), nb::arg().none().noconvert(), nb::arg(),
         buffer, buffer, buffer, nb::arg());

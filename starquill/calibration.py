@@ -30,7 +30,8 @@ from starquill.errors import (
     listing,
 )
 from starquill.models.spec import GgufNames, ModelParts, StepBatch
-from starquill.nn.cache import CacheStep, KvCache
+from starquill.nn.cache import KvCache
+from starquill.quant.weight import Computing
 
 log = logging.getLogger("starquill")
 
@@ -121,16 +122,6 @@ def _mean(squares: Tensor, count: Tensor) -> Tensor | None:
     return torch.where(count[..., None] > 0, mean, 1.0).float()
 
 
-class _OneLayerCache(KvCache):
-    """The cache of whichever layer runs; there are no others."""
-
-    def update(
-        self, layer: int, keys: Tensor, values: Tensor, step: CacheStep
-    ) -> tuple[Tensor, Tensor]:
-        del layer
-        return super().update(0, keys, values, step)
-
-
 @dataclass(frozen=True, eq=False)
 class _Text:
     """Token ids `[1, T]` and their hidden states `[1, T, D]`, which each layer replaces."""
@@ -156,7 +147,7 @@ class _Stream:
                 path, _, attribute = name.rpartition(".")
                 module = self.model.get_submodule(path)
                 before.append((module, attribute, getattr(module, attribute)))
-                assign(self.model, name, self.source.read(self.names[name]), torch.float32)
+                assign(self.model, name, self.source.read(self.names[name]), Computing())
             yield
         finally:
             for module, attribute, empty in before:
@@ -205,7 +196,7 @@ def _through_layer(
             watching[name] = _Watching(getattr(module, attribute))
             setattr(module, attribute, watching[name])
         for text in texts:
-            cache = _OneLayerCache(shape, torch.float32)
+            cache = KvCache(shape, torch.float32, shared=True)
             _advance(stream.model, layer, text, cache)
         moments = {name: watch.moments(name) for name, watch in watching.items()}
     return {name: value for name, value in moments.items() if value is not None}

@@ -17,6 +17,7 @@ from starquill.engine.chat import chat_template
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import BadRequestError
 from starquill.isq import IsqPlan, apply_isq
+from starquill.quant.weight import Computing
 from starquill.quantizing import (
     OnProgress,
     QuantOptions,
@@ -44,7 +45,7 @@ def load(
 ) -> LoadedModel:
     """Load a model: `default` (the embedded one), a folder, a file or a hub id.
 
-    `dtype` is what is computed in; `auto` is float32, whatever the checkpoint stores.
+    `dtype` is what is computed in; `auto` is float32, with two-byte weights kept as stored.
     `allow_padded_vocab` accepts a model with more rows in its vocabulary than the tokenizer
     has ids. `quant` quantizes while loading, one tensor at a time: a scheme (`4`, `q3-g32`), a
     recipe (`mixed-2-6`), or `QuantOptions`. Products with quantized weights round activations
@@ -53,7 +54,7 @@ def load(
     """
     files = locate(model, revision)
     checkpoint = open_checkpoint(files)
-    compute_dtype = _compute_dtype(dtype)
+    computing = Computing(_compute_dtype(dtype), as_stored=dtype == "auto", exact=exact)
     tokenizer, config = checkpoint.tokenizer, checkpoint.config
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, allow_padded_vocab)
@@ -61,15 +62,14 @@ def load(
     if quant is not None:
         options = QuantOptions(quant) if isinstance(quant, str) else quant
         plan = plan_checkpoint(checkpoint, options)
-    resident = planned_bytes(checkpoint, plan, compute_dtype.itemsize)
+    resident = planned_bytes(checkpoint, plan, computing)
     reading = Reading(checkpoint, plan, resident, resident, on_progress)
     built = build(
         checkpoint.spec,
         config,
         checkpoint.source,
-        compute_dtype,
+        computing,
         partial(apply_isq, plan),
-        exact=exact,
         on_read=reading.read,
     )
     warnings = (*checkpoint.warnings, *plan_warnings(checkpoint, plan), *built.warnings)
@@ -81,12 +81,12 @@ def load(
         spec=checkpoint.spec,
         config=config,
         model=built.model,
-        dtype=compute_dtype,
+        dtype=computing.dtype,
         end_ids=checkpoint.end_ids,
         tokenizer=tokenizer,
         chat_template=chat_template(tokenizer) if tokenizer else None,
         warnings=warnings,
-        requantizer=Requantizer(built.model, checkpoint, compute_dtype, exact),
+        requantizer=Requantizer(built.model, checkpoint, computing),
     )
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from starquill.calibration import Importances, cut, is_imatrix, read_imatrix, second_moments
 from starquill.checkpoint.build import compare, renamed
 from starquill.checkpoint.files import read_text, read_texts
@@ -28,7 +30,7 @@ from starquill.isq import (
     topology_overrides,
 )
 from starquill.placement import read_topology
-from starquill.quant.weight import PermutedWeight
+from starquill.quant.weight import Computing, PermutedWeight
 
 log = logging.getLogger("starquill")
 
@@ -146,17 +148,19 @@ def plan_warnings(checkpoint: Checkpoint, plan: IsqPlan) -> tuple[str, ...]:
     return (f"quantized as {plan.summary(stored_infos(checkpoint))}",) if plan.unmet else ()
 
 
-def planned_bytes(checkpoint: Checkpoint, plan: IsqPlan, itemsize: int | None = None) -> int:
-    """What the weights will take, dense ones in a dtype of `itemsize` bytes or as stored."""
+def planned_bytes(checkpoint: Checkpoint, plan: IsqPlan, computing: Computing | None = None) -> int:
+    """What the weights will take: in memory, or without `computing` on disk."""
     total = 0.0
     for ours, info in stored_infos(checkpoint).items():
         weights = math.prod(info.shape)
         if ours in plan.schemes:
             total += weights * plan.schemes[ours].bits_per_weight / 8
-        elif info.is_quantized or itemsize is None:
+        elif computing is None or info.is_quantized:
             total += info.nbytes
+        elif len(info.shape) < 2:
+            total += weights * torch.float32.itemsize  # norms, and most biases
         else:
-            total += weights * itemsize
+            total += info.nbytes if computing.as_stored else weights * computing.dtype.itemsize
     return round(total)
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from starquill.checkpoint.build import Fit, assign, compare, tie, weight_of
 from starquill.checkpoint.opening import Checkpoint
 from starquill.errors import StarquillError
 from starquill.isq import IsqPlan, apply_isq
+from starquill.quant.weight import Computing
 from starquill.quantizing import QuantOptions, plan_checkpoint, stored_infos
 from starquill.types import RequantizeReport
 
@@ -22,8 +22,7 @@ class Requantizer:
 
     model: Any
     checkpoint: Checkpoint
-    dtype: torch.dtype
-    exact: bool
+    computing: Computing
 
     def __call__(self, quant: str | QuantOptions | None) -> RequantizeReport:
         """Give every matrix its scheme in `quant`, or its stored values for None.
@@ -62,6 +61,4 @@ class Requantizer:
     @torch.inference_mode()
     def _replace(self, name: str, fit: Fit, plan: IsqPlan) -> None:
         value = apply_isq(plan, name, self.checkpoint.source.read(fit.names[name]))
-        if not isinstance(value, Tensor):
-            value = value.computing(self.dtype, self.exact)
-        assign(self.model, name, value, self.dtype)
+        assign(self.model, name, value, self.computing)

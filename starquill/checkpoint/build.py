@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,14 @@ from torch import Tensor, nn
 
 from starquill.checkpoint.source import TensorInfo, WeightSource
 from starquill.errors import CheckpointError, NumericsError, listing
+from starquill.kernels.native import serves
+from starquill.kernels.quantize import largest
 from starquill.models.spec import ArchSpec, ModelConfig
 from starquill.nn.linear import Embedding, Linear
 from starquill.quant.affine import AffineWeight
-from starquill.quant.weight import DenseWeight, PermutedWeight, Weight
+from starquill.quant.weight import Computing, DenseWeight, PermutedWeight, Weight
 
+TWO_BYTES = (torch.bfloat16, torch.float16)
 _READABLE = ("BF16", "F16", "F32")
 
 
@@ -51,18 +55,16 @@ def build(
     spec: ArchSpec,
     config: ModelConfig,
     source: WeightSource,
-    dtype: torch.dtype,
+    computing: Computing,
     prepare: Prepare = as_read,
     *,
-    exact: bool = False,
     on_read: Callable[[str], None] | None = None,
 ) -> BuiltModel:
-    """Build the model of `config` and fill it from `source`, computing in `dtype`.
+    """Build the model of `config` and fill it from `source`.
 
-    `prepare` may quantize a tensor on its way: it gets our name and what was read. `exact`
-    keeps activations as they are in products with quantized weights; `on_read` is told each
-    name. Norm parameters stay float32. Raises CheckpointError with every missing, unexpected and
-    misshapen tensor at once, before any weight is read.
+    `prepare` may quantize a tensor on its way: it gets our name and what was read; `on_read` is
+    told each name. Norm parameters are float32 whatever `computing` says. Raises CheckpointError
+    with every missing, unexpected and misshapen tensor at once, before any weight is read.
     """
     model = spec.Model(config)
     fit = compare(spec, model, source.infos)
@@ -71,10 +73,7 @@ def build(
     head, embedding = f"{spec.head}.weight", f"{spec.embedding}.weight"
     warnings = list(_head_warnings(config, head in names, head))
     for ours, theirs in names.items():
-        value = prepare(ours, source.read(theirs))
-        if not isinstance(value, Tensor):
-            value = value.computing(dtype, exact)
-        assign(model, ours, value, dtype)
+        assign(model, ours, prepare(ours, source.read(theirs)), computing)
         if on_read is not None:
             on_read(ours)
     own_head = head in names and not _same_tensor(model, spec)
@@ -162,23 +161,25 @@ def _problems(
     return "; ".join(problems)
 
 
-def assign(model: nn.Module, name: str, value: Stored, dtype: torch.dtype) -> None:
-    """Put one tensor in its place, converted to what is computed in; it must be finite."""
+def assign(model: nn.Module, name: str, value: Stored, computing: Computing) -> None:
+    """Put one tensor in its place, as `computing` wants it; it must be finite."""
+    dtype = computing.dtype
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     if isinstance(module, Linear | Embedding) and attribute == "weight":
         if isinstance(value, Tensor):
-            module.weight = DenseWeight(_convert(value, name, dtype))
+            kept = value.dtype if computing.as_stored and value.dtype in TWO_BYTES else dtype
+            module.weight = DenseWeight(_convert(value, name, kept), dtype)
             return
         affine = value.inner if isinstance(value, PermutedWeight) else value
         _check_finite(affine.scales, name)
         _check_finite(affine.biases, name)
-        module.weight = value
+        module.weight = value.computing(dtype, computing.exact)
         return
     assert isinstance(value, Tensor), f"{name} cannot be quantized"
     # Norms are computed in float32, so their parameters are kept in it.
-    kept = dtype if isinstance(module, Linear) else torch.float32
-    setattr(module, attribute, nn.Parameter(_convert(value, name, kept), requires_grad=False))
+    wanted = dtype if isinstance(module, Linear) else torch.float32
+    setattr(module, attribute, nn.Parameter(_convert(value, name, wanted), requires_grad=False))
 
 
 def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
@@ -196,6 +197,8 @@ def _check_finite(tensor: Tensor, name: str) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
+    if tensor.dtype in (torch.float32, *TWO_BYTES) and serves(tensor):
+        return math.isfinite(largest(tensor))
     low, high = tensor.aminmax()  # both are NaN if any value is
     return bool(low.isfinite() and high.isfinite())
 

@@ -72,9 +72,9 @@ class ModelOptions:
         str, _option("A folder, a .safetensors file, a hub id, or `default`.", "--model", "-m")
     ] = "default"
     revision: Annotated[str | None, _option("Branch, tag or commit of a hub model.")] = None
-    dtype: Annotated[str, _option("Compute in: auto (float32), float32, bfloat16 or float16.")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        str, _option("auto (float32, weights as stored), float32, bfloat16 or float16.")
+    ] = "auto"
     allow_padded_vocab: Annotated[
         bool,
         _option("Accept more vocabulary rows than the tokenizer has.", "--allow-padded-vocab"),

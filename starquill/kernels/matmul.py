@@ -1,4 +1,4 @@
-"""Products with quantized matrices: the one door to the native kernels for them."""
+"""Products with quantized and two-byte matrices: the one door to the native kernels for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from starquill.kernels.native import as_rows, native
+from starquill.kernels.native import as_rows, native, serves
 
 
 class AffineKernel:
@@ -56,3 +56,38 @@ class AffineKernel:
         out = torch.empty(self._shape)
         self._native.dequantize(out, torch.get_num_threads())
         return out
+
+
+# From this many rows on torch's float32 product wins over reading the weights row by row.
+_FEW_ROWS = 8
+
+
+def takes_dense(weight: Tensor, x: Tensor) -> bool:
+    """Whether `dense_matmul` is the way to multiply a two-byte `weight` `[out, in]` with `x`."""
+    few = x.numel() <= _FEW_ROWS * x.shape[-1]
+    return few and serves(weight) and serves(x) and x.dtype is torch.float32
+
+
+def dense_matmul(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """bfloat16 or float16 `weight` `[out, in]` times float32 `x` `[..., in]`, in float32."""
+    assert native is not None
+    outputs, inputs = weight.shape
+    *lead, width = x.shape
+    if width != inputs or (bias is not None and bias.shape != (outputs,)):
+        raise ValueError(f"x {list(x.shape)} does not fit a weight {list(weight.shape)}")
+    matrix, rows = weight.contiguous(), as_rows(x)
+    float_bias = None if bias is None else as_rows(bias)
+    bias_at = 0 if float_bias is None else float_bias.data_ptr()
+    out = torch.empty((*lead, outputs))
+    native.dense_matmul_at(
+        [
+            matrix.data_ptr(),
+            rows.data_ptr(),
+            bias_at,
+            out.data_ptr(),
+        ],
+        [outputs, inputs, math.prod(lead)],
+        weight.dtype is torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return out

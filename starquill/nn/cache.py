@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,8 +55,10 @@ class KvCache:
     stops growing at the window. `lens[slot]` counts the tokens seen; only the runner changes it.
     """
 
-    def __init__(self, shape: CacheShape, dtype: torch.dtype) -> None:
-        self.shape = shape
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, *, shared: bool = False) -> None:
+        """With `shared` the memory of one layer serves whichever runs, one after the other."""
+        self.shape = replace(shape, layers=1) if shared else shape
+        self._shared = shared
         self.dtype = dtype
         self.lens = torch.zeros(shape.slots, dtype=torch.int64)
         self.capacity = 0
@@ -121,16 +123,15 @@ class KvCache:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """All of a layer's keys and values, `[slots, Hk, S, Dh]` each."""
+        index = 0 if self._shared else index
         return self._keys[index], self._values[index]
 
     def update(
         self, layer: int, keys: Tensor, values: Tensor, step: CacheStep
     ) -> tuple[Tensor, Tensor]:
         """Store new `keys`, `values` `[B, Hk, T, Dh]`; return all that may be attended to."""
-        return (
-            self._update_one(self._keys[layer], keys, step),
-            self._update_one(self._values[layer], values, step),
-        )
+        old_keys, old_values = self.layer(layer)
+        return self._update_one(old_keys, keys, step), self._update_one(old_values, values, step)
 
     @staticmethod
     def _update_one(cache: Tensor, new: Tensor, step: CacheStep) -> Tensor:

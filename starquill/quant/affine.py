@@ -10,16 +10,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from starquill.kernels.matmul import AffineKernel
 from starquill.kernels.native import serves
+from starquill.quant.bands import in_bands
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (16, 32, 64, 128)
-# Rows that are written out at once by the plain path: bounds its memory to a few megabytes.
-_ROWS_AT_ONCE = 1024
 
 
 def pack(q: Tensor, bits: int) -> Tensor:
@@ -109,10 +107,5 @@ class AffineWeight:
         return self._in_bands(x, bias)
 
     def _in_bands(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product in plain torch, writing out a band of rows at a time."""
-        bands = [
-            F.linear(x, self[start : start + _ROWS_AT_ONCE].dequantize())
-            for start in range(0, self.shape[0], _ROWS_AT_ONCE)
-        ]
-        y = torch.cat(bands, dim=-1)
-        return y if bias is None else y + bias
+        """The product in plain torch."""
+        return in_bands(self.shape[0], x, bias, lambda start, end: self[start:end].dequantize())

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from starquill.quant.affine import _ROWS_AT_ONCE, BITS, GROUPS, AffineWeight, pack, unpack
+from starquill.quant.affine import BITS, GROUPS, AffineWeight, pack, unpack
+from starquill.quant.bands import ROWS_AT_ONCE
 
 SCHEMES = [(bits, group) for bits in BITS for group in GROUPS]
 
@@ -118,7 +119,7 @@ def test_matmul_is_that_of_the_dequantized(bits: int, group: int, lead: tuple[in
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 def test_matmul_over_a_bands_edge(extra: int) -> None:
-    out = 2 * _ROWS_AT_ONCE + extra
+    out = 2 * ROWS_AT_ONCE + extra
     weight, expected = _random((1,), 4, 32)
     tall = AffineWeight(
         weight.packed.expand(out, -1).contiguous(),
