@@ -68,7 +68,7 @@ struct Exact {
   int64_t out_stride;
 };
 
-// Range search with least squares, the method `rtn`: see quantize.inl.
+// Finding scales, biases and integers for a dense matrix: see quantize.inl.
 struct Quantize {
   const void* weight;
   Float type;
@@ -77,6 +77,7 @@ struct Quantize {
   int group;
   const float* shares;
   int share_count;
+  bool hqq;
   const float* importance;  // [width], or null for all alike
   float unit;               // weights are divided by it first, so that squares stay in range
   bool halves;              // scales and biases are stored as float16, else float32

@@ -3,7 +3,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -137,11 +136,12 @@ float largest_of(const Buffer& weight, int threads) {
   return largest(weight.data(), type, static_cast<int64_t>(weight.size()), threads);
 }
 
-// `settings` are bits and group; `shares` of the range are tried. Writes packed, scales, biases.
-void quantize(const Buffer& weight, std::pair<int, int> settings, const std::vector<float>& shares,
+// `settings` are bits, group and whether hqq; `shares` of the range are tried. Writes packed, scales
+// and biases.
+void quantize_buffers(const Buffer& weight, const std::array<int, 3>& settings, const std::vector<float>& shares,
               const nb::object& importance, float unit, const Buffer& packed, const Buffer& scales,
               const Buffer& biases, int threads) {
-  const auto [bits, group] = settings;
+  const auto [bits, group, hqq] = settings;
   check(weight.ndim() == 2, "weight is not a matrix");
   const int64_t rows = weight.shape(0), width = weight.shape(1);
   check(bits >= 2 && bits <= 8 && bits != 7, "bits is not one of 2, 3, 4, 5, 6, 8");
@@ -155,7 +155,7 @@ void quantize(const Buffer& weight, std::pair<int, int> settings, const std::vec
             packed.size() == static_cast<size_t>(rows * width * bits / 8),
         "packed has the wrong size or is not uint8");
   Quantize job{weight.data(), float_type(weight), width, bits, group, shares.data(),
-               static_cast<int>(shares.size()), nullptr, unit, type == Float::f16,
+               static_cast<int>(shares.size()), hqq != 0, nullptr, unit, type == Float::f16,
                static_cast<uint8_t*>(packed.data()), scales.data(), biases.data()};
   if (!importance.is_none()) {
     const Vector vector = nb::cast<Vector>(importance);
@@ -163,7 +163,7 @@ void quantize(const Buffer& weight, std::pair<int, int> settings, const std::vec
     job.importance = vector.data();
   }
   nb::gil_scoped_release free;
-  quantize_rtn(job, rows, threads);
+  starquill::quantize(job, rows, threads);
 }
 
 // Addresses of what `Attention` lists, in its order, checked by the caller: contiguous float32 and
@@ -193,7 +193,7 @@ NB_MODULE(_native, m) {
   const auto buffer = nb::arg().noconvert();
   m.def("dense_matmul_at", &dense_matmul_at);
   m.def("largest", &largest_of, buffer, nb::arg());
-  m.def("quantize", &quantize, buffer, nb::arg(), nb::arg(), nb::arg().none().noconvert(), nb::arg(),
+  m.def("quantize", &quantize_buffers, buffer, nb::arg(), nb::arg(), nb::arg().none().noconvert(), nb::arg(),
         buffer, buffer, buffer, nb::arg());
   m.def("attend_at", &attend_at);
   nb::class_<AffineHandle>(m, "Affine")

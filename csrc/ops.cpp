@@ -142,7 +142,7 @@ void dense_matmul(const uint16_t* weight, Float type, int64_t rows, int64_t widt
                [&](int64_t begin, int64_t end) { kernels->dense(all, begin, end); });
 }
 
-void quantize_rtn(const Quantize& job, int64_t rows, int threads) {
+void quantize(const Quantize& job, int64_t rows, int threads) {
   parallel_for(threads, rows, grain(rows, threads, 1),
                [&](int64_t begin, int64_t end) { kernels->quantize(job, begin, end); });
 }

@@ -27,7 +27,7 @@ void affine_matmul(const Affine&, const Product&, bool exact, int threads);
 void affine_dequantize(const Affine&, float* out, int threads);
 void dense_matmul(const uint16_t* weight, Float type, int64_t rows, int64_t width, const Product&,
                   int threads);
-void quantize_rtn(const Quantize&, int64_t rows, int threads);
+void quantize(const Quantize&, int64_t rows, int threads);
 
 void attend(const Attention&, int threads);
 

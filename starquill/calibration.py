@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,11 +32,29 @@ from starquill.errors import (
 )
 from starquill.models.spec import GgufNames, ModelParts, StepBatch
 from starquill.nn.cache import KvCache
+from starquill.quant.feedback import block_width
 from starquill.quant.weight import Computing
 
 log = logging.getLogger("starquill")
 
 Importances = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """By weight name: mean squares `[in]` or `[E, in]` of inputs; of some, products in blocks.
+
+    `products` are `[in/n, n, n]`: means of x xᵀ within each run of n inputs.
+    """
+
+    squares: Mapping[str, Tensor]
+    products: Mapping[str, Tensor]
+
+    def after(self, other: Moments) -> Moments:
+        """Those of `other` and these."""
+        return Moments({**other.squares, **self.squares}, {**other.products, **self.products})
+
+
 TOKENS = 32_768
 _LEAST_SHARE = 256  # tokens of one text; with fewer, its beginning is all that is seen
 _MOST_CHARACTERS = 32  # of a token on average, so that a long text is not encoded whole
@@ -47,7 +66,7 @@ def cut(
 ) -> list[list[int]]:
     """Token ids of the beginnings of `texts`: `budget` in all, spread as evenly as they allow.
 
-    Of very many texts some are taken, evenly spaced.
+    Of very many texts some are taken, evenly spaced; a long one is cut to pieces of `context`.
     """
     texts = [text for text in texts if text]
     most = max(1, budget // _LEAST_SHARE)
@@ -57,17 +76,43 @@ def cut(
     left = budget
     # Shortest first: what a short text leaves of its share goes to those after it.
     for number, text in enumerate(sorted(texts, key=len)):
-        share = min(left // (len(texts) - number), context)
-        found.append(encode(text[: share * _MOST_CHARACTERS])[:share])
-        left -= len(found[-1])
-    return [ids for ids in found if ids]
+        share = left // (len(texts) - number)
+        ids = encode(text[: share * _MOST_CHARACTERS])[:share]
+        found += [ids[start : start + context] for start in range(0, len(ids), context)]
+        left -= len(ids)
+    return found
+
+
+class _Products:
+    """Adds up x xᵀ within blocks of inputs."""
+
+    def __init__(self, width: int) -> None:
+        self._block = block_width(width)
+        self._sums = torch.zeros(width // self._block, self._block, self._block)
+
+    def add(self, x: Tensor) -> None:
+        """`x` is `[N, in]`."""
+        blocks = x.float().unflatten(1, (-1, self._block)).transpose(0, 1)  # [in/n, N, n]
+        self._sums.baddbmm_(blocks.transpose(1, 2), blocks)
+
+    def mean(self, count: int) -> Tensor:
+        """`[in/n, n, n]`, in a file without a name: those of a whole model may be large."""
+        values = (self._sums / count).numpy()
+        with tempfile.TemporaryFile() as file:
+            mapped = np.memmap(file, values.dtype, "w+", shape=values.shape)
+        mapped[:] = values
+        return torch.from_numpy(mapped)
 
 
 class _Watching:
     """A weight that adds up the squares of what it is multiplied with, before it is.
 
+    And `products`, where they are given.
+
     Of stacked experts `[E, out, in]` each is watched on its own: `weight[e]` is what counts.
     """
+
+    products: _Products | None = None
 
     def __init__(self, inner: Any, squares: Tensor | None = None, count: Tensor | None = None):
         lead, width = inner.shape[:-2], inner.shape[-1]
@@ -88,6 +133,8 @@ class _Watching:
         flat = x.flatten(0, -2)
         self.squares += flat.float().square().sum(0)
         self.count += len(flat)
+        if self.products is not None:
+            self.products.add(flat)
         return self._product(x, bias)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -158,11 +205,13 @@ class _Stream:
 
 
 @torch.inference_mode()
-def second_moments(checkpoint: Checkpoint, texts: Sequence[list[int]]) -> dict[str, Tensor]:
-    """Mean square of every input of every matrix, by weight name, as `[in]` float32.
+def second_moments(
+    checkpoint: Checkpoint, texts: Sequence[list[int]], with_products: Collection[str] = ()
+) -> Moments:
+    """Second moments of the inputs of every matrix, in float32; products `with_products` alone.
 
-    Of stacked experts `[E, in]`. `texts` are token ids, each run from its own start in float32.
-    In memory are the hidden states of all tokens, and the embedding or one layer.
+    `texts` are token ids, each run from its own start in float32. In memory are the hidden states
+    of all tokens, and the embedding or one layer.
     """
     spec, config = checkpoint.spec, checkpoint.config
     model = spec.Model(config).eval()
@@ -176,30 +225,63 @@ def second_moments(checkpoint: Checkpoint, texts: Sequence[list[int]]) -> dict[s
         with stream.filled(embedding):
             ids = [torch.tensor([text]) for text in texts]
             states = [_Text(i, parts.embed(i)) for i in ids]
-        found: dict[str, Tensor] = {}
+        found = Moments({}, {})
         for number in range(config.num_hidden_layers):
-            found |= _through_layer(stream, checkpoint, number, states)
-        found |= _through_head(model, spec.head, states)
-    return found
+            path = f"{spec.layer_prefix}{number}"
+            with stream.filled(stream.below(f"{path}.")):
+                found = _through_layer(checkpoint, model, path, states, with_products).after(found)
+        return _through_head(model, spec.head, states, with_products).after(found)
+
+
+def _watch(
+    root: nn.Module, path: str, kind: type[_Watching], with_products: Collection[str]
+) -> dict[str, _Watching]:
+    """Put a watch before every weight below `root`; by weight name."""
+    watching = {}
+    for module, attribute, name in _weights(root, path):
+        weight = getattr(module, attribute)
+        watch = watching[name] = kind(weight)
+        if name in with_products and len(weight.shape) == 2 and block_width(weight.shape[-1]):
+            watch.products = _Products(weight.shape[-1])
+        setattr(module, attribute, watch)
+    return watching
+
+
+def _moments(watching: Mapping[str, _Watching]) -> Moments:
+    squares = {name: watch.moments(name) for name, watch in watching.items()}
+    products = {
+        name: watch.products.mean(int(watch.count))
+        for name, watch in watching.items()
+        if watch.products is not None and squares[name] is not None
+    }
+    return Moments({n: values for n, values in squares.items() if values is not None}, products)
 
 
 def _through_layer(
-    stream: _Stream, checkpoint: Checkpoint, number: int, texts: Sequence[_Text]
-) -> dict[str, Tensor]:
-    """Moments of one layer. A function of its own, so that nothing of the layer outlives it."""
-    path = f"{checkpoint.spec.layer_prefix}{number}"
+    checkpoint: Checkpoint,
+    model: Any,
+    path: str,
+    texts: Sequence[_Text],
+    with_products: Collection[str],
+) -> Moments:
+    """A function of its own, so that nothing of the layer outlives it."""
     shape = replace(checkpoint.config.cache_shape(1), layers=1)
-    with stream.filled(stream.below(f"{path}.")):
-        layer = stream.model.get_submodule(path)
-        watching = {}
-        for module, attribute, name in _weights(layer, path):
-            watching[name] = _Watching(getattr(module, attribute))
-            setattr(module, attribute, watching[name])
-        for text in texts:
-            cache = KvCache(shape, torch.float32, shared=True)
-            _advance(stream.model, layer, text, cache)
-        moments = {name: watch.moments(name) for name, watch in watching.items()}
-    return {name: value for name, value in moments.items() if value is not None}
+    layer = model.get_submodule(path)
+    watching = _watch(layer, path, _Watching, with_products)
+    for text in texts:
+        _advance(model, layer, text, KvCache(shape, torch.float32, shared=True))
+    return _moments(watching)
+
+
+def _through_head(
+    model: Any, path: str, texts: Sequence[_Text], with_products: Collection[str]
+) -> Moments:
+    parts: ModelParts = model
+    watching = _watch(model.get_submodule(path), path, _Ending, with_products)
+    for text in texts:
+        for x in text.hidden.split(_CHUNK, 1):
+            parts.logits(parts.finish(x))
+    return _moments(watching)
 
 
 def _advance(parts: ModelParts, layer: nn.Module, text: _Text, cache: KvCache) -> None:
@@ -209,18 +291,6 @@ def _advance(parts: ModelParts, layer: nn.Module, text: _Text, cache: KvCache) -
         positions = cache.lens[:, None] + torch.arange(ids.shape[1])
         x.copy_(layer(x, parts.step(StepBatch(ids, positions, slot, span, cache))))
         cache.lens += ids.shape[1]
-
-
-def _through_head(model: Any, path: str, texts: Sequence[_Text]) -> dict[str, Tensor]:
-    parts: ModelParts = model
-    ((head, attribute, name),) = _weights(model.get_submodule(path), path)
-    watch = _Ending(getattr(head, attribute))
-    setattr(head, attribute, watch)
-    for text in texts:
-        for x in text.hidden.split(_CHUNK, 1):
-            parts.logits(parts.finish(x))
-    moments = watch.moments(name)
-    return {} if moments is None else {name: moments}
 
 
 def _weights(root: nn.Module, path: str) -> list[tuple[nn.Module, str, str]]:

@@ -34,6 +34,7 @@ class IsqPlan:
     skipped: Mapping[str, str] = field(default_factory=dict)
     unmet: Mapping[str, str] = field(default_factory=dict)
     importances: Mapping[str, Tensor] = field(default_factory=dict)
+    products: Mapping[str, Tensor] = field(default_factory=dict)
     outer: tuple[str, ...] = ()
 
     def summary(self, infos: Mapping[str, TensorInfo]) -> str:
@@ -181,6 +182,7 @@ def apply_isq(plan: IsqPlan, name: str, value: Stored) -> Stored:
     if scheme is None or not isinstance(value, Tensor):
         return value
     try:
-        return quantize(value, scheme, plan.importances.get(name))
+        importance, products = plan.importances.get(name), plan.products.get(name)
+        return quantize(value, scheme, importance, products)
     except NumericsError as error:
         raise NumericsError(f"{name} cannot be quantized: {error}") from None

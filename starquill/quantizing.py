@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from starquill.calibration import Importances, cut, is_imatrix, read_imatrix, second_moments
+from starquill.calibration import (
+    Importances,
+    Moments,
+    cut,
+    is_imatrix,
+    read_imatrix,
+    second_moments,
+)
 from starquill.checkpoint.build import compare, renamed
 from starquill.checkpoint.files import read_text, read_texts
 from starquill.checkpoint.hub import locate
@@ -30,6 +38,7 @@ from starquill.isq import (
     topology_overrides,
 )
 from starquill.placement import read_topology
+from starquill.quant.schemes import Scheme
 from starquill.quant.weight import Computing, PermutedWeight
 
 log = logging.getLogger("starquill")
@@ -135,12 +144,18 @@ def plan_checkpoint(checkpoint: Checkpoint, options: QuantOptions) -> IsqPlan:
         plan.check_met()
     if options.calibrate is None:
         return plan
-    found = _importances(checkpoint, options.calibrate, options.suffix)
-    lacking = sorted(plan.schemes.keys() - found.keys() - _never_multiplied(checkpoint))
+    plan = replace(plan, schemes={n: _calibrated(s) for n, s in plan.schemes.items()})
+    found = _moments(checkpoint, plan, options.calibrate, options.suffix)
+    lacking = sorted(plan.schemes.keys() - found.squares.keys() - _never_multiplied(checkpoint))
     if lacking:
         said = listing(lacking, 3)
         log.warning("%s has no activations for %s: quantized without", options.calibrate, said)
-    return replace(plan, importances=found)
+    return replace(plan, importances=found.squares, products=found.products)
+
+
+def _calibrated(scheme: Scheme) -> Scheme:
+    """With activations at hand hqq is the best method at every number of bits."""
+    return replace(scheme, method="hqq") if scheme.method == "auto" else scheme
 
 
 def plan_warnings(checkpoint: Checkpoint, plan: IsqPlan) -> tuple[str, ...]:
@@ -164,15 +179,29 @@ def planned_bytes(checkpoint: Checkpoint, plan: IsqPlan, computing: Computing | 
     return round(total)
 
 
-def _importances(checkpoint: Checkpoint, data: Path, suffix: str) -> Importances:
-    if not data.is_dir() and is_imatrix(data):
-        found = read_imatrix(data, checkpoint.spec.gguf)
-    else:
-        found = second_moments(checkpoint, _calibration_texts(checkpoint, data, suffix))
-    infos = stored_infos(checkpoint)
+def _moments(checkpoint: Checkpoint, plan: IsqPlan, data: Path, suffix: str) -> Moments:
     head, embedding = f"{checkpoint.spec.head}.weight", f"{checkpoint.spec.embedding}.weight"
-    if head in found and head not in infos:
-        found[embedding] = found.pop(head)  # tied: it is multiplied with as the head
+    tied = head not in stored_infos(checkpoint)
+    if not data.is_dir() and is_imatrix(data):
+        found = Moments(read_imatrix(data, checkpoint.spec.gguf), {})
+    else:
+        wanted = {n for n, scheme in plan.schemes.items() if scheme.resolved_method == "hqq"}
+        if tied and embedding in wanted:
+            wanted.add(head)
+        texts = _calibration_texts(checkpoint, data, suffix)
+        found = second_moments(checkpoint, texts, wanted)
+
+    def ours(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A tied head is stored as the embedding, which is multiplied with as the head."""
+        return {embedding if tied and n == head else n: value for n, value in values.items()}
+
+    squares = _fitting(checkpoint, data, ours(found.squares))
+    return Moments(squares, ours(found.products))
+
+
+def _fitting(checkpoint: Checkpoint, data: Path, found: Mapping[str, Tensor]) -> Importances:
+    """Those of matrices that are there, in their shape; CheckpointError if it is another."""
+    infos = stored_infos(checkpoint)
     fitting = {}
     for name in found.keys() & {name for name, info in infos.items() if len(info.shape) > 1}:
         *lead, _, width = infos[name].shape

@@ -149,7 +149,7 @@ def test_entries_that_counted_nothing_are_named_and_left_out(
     assert "quantized without" in line
     assert EMBEDDING in line  # tied, and no head is in the file
     assert "and 1 more" in line  # c_fc twice, c_proj once and the embedding
-    plain, held = load(model, quant="4"), load(model, quant=QuantOptions("4", calibrate=path))
+    plain, held = load(model, quant="4-hqq"), load(model, quant=QuantOptions("4", calibrate=path))
     ours, theirs = (m.model.model.layers[1].mlp.c_proj.weight.packed for m in (plain, held))
     assert torch.equal(ours, theirs)
 

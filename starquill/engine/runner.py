@@ -9,6 +9,7 @@ from torch import Tensor
 
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import NumericsError
+from starquill.kernels.native import is_finite
 from starquill.models.spec import StepBatch
 from starquill.nn.cache import KvCache
 
@@ -61,7 +62,7 @@ class Runner:
     @torch.inference_mode()
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.loaded.model.logits(hidden)  # [B, V]
-        if not bool(torch.isfinite(logits).all()):
+        if not is_finite(logits):
             dtype = str(self.loaded.dtype).removeprefix("torch.")
             remedy = "the weights are damaged" if dtype == "float32" else "try --dtype float32"
             raise NumericsError(

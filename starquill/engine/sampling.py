@@ -43,7 +43,8 @@ class Sampler:
             within[index] = scores[index]
             scores = within
         if params.temperature == 0:
-            token = int(scores.argmax())
+            # torch would wake its threads for this, which then get in the way of the kernels'.
+            token = int(scores.numpy(force=True).argmax())
         else:
             # Relative to the best and in double, so that no temperature overflows.
             relative = (scores - scores.max()).double() / params.temperature

@@ -12,7 +12,7 @@ def attend_at(at: Sequence[int], shape: Sequence[int], scale: float, threads: in
 def largest(weight: Tensor, threads: int, /) -> float: ...
 def quantize(
     weight: Tensor,
-    settings: tuple[int, int],
+    settings: tuple[int, int, int],
     shares: list[float],
     importance: Tensor | None,
     unit: float,

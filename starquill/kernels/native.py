@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from types import ModuleType
 
 import torch
@@ -33,6 +34,14 @@ def serves(tensor: Tensor) -> bool:
     if native is None or not tensor.is_cpu:
         return False
     return not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are; for one row of logits without waking torch's threads."""
+    if tensor.dtype is torch.float32 and serves(tensor) and tensor.is_contiguous():
+        assert native is not None
+        return math.isfinite(native.largest(tensor, 1))
+    return bool(torch.isfinite(tensor).all())
 
 
 def as_rows(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The range search of `starquill.quant.quantize`, in native code on all threads."""
+"""Range search and hqq of `starquill.quant.quantize`, in native code on all threads."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ def largest(weight: Tensor) -> float:
     return float(native.largest(weight.detach().contiguous(), torch.get_num_threads()))
 
 
-def range_search(
+def fit_groups(
     weight: Tensor,
-    settings: tuple[int, int],
+    settings: tuple[int, int, bool],
     shares: Sequence[float],
     importance: Tensor | None,
     unit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize `[out, in]` to packed integers, scales and biases.
 
-    `settings` are bits and group; each of `shares` of a group's range is tried and refitted by
-    least squares, weighted by `importance` `[in]`. With a `unit` weights are divided by it while
-    fitting, and scales and biases are float32; without, they are float16.
+    `settings` are bits, group and whether to go on from the range search to hqq; each of `shares`
+    of a group's range is tried and refitted by least squares, weighted by `importance` `[in]`. With
+    a `unit` weights are divided by it while fitting, and scales and biases are float32; without,
+    they are float16.
     """
     assert native is not None
-    bits, group = settings
+    bits, group, hqq = settings
     out, width = weight.shape
     packed = torch.empty(out, width * bits // 8, dtype=torch.uint8)
     dtype = torch.float16 if unit is None else torch.float32
@@ -38,7 +39,7 @@ def range_search(
     biases = torch.empty_like(scales)
     native.quantize(
         weight.detach().contiguous(),
-        settings,
+        (bits, group, int(hqq)),
         list(shares),
         importance,
         unit or 1.0,

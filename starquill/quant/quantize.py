@@ -1,4 +1,4 @@
-"""From a dense matrix to an `AffineWeight`: range search with least squares, and HQQ.
+"""From a dense matrix to an `AffineWeight`: range search with least squares, or HQQ.
 
 Both work on groups, a band of rows at a time so that intermediate values stay in cache, and
 both weight the error of each input by its importance where that is known.
@@ -7,7 +7,7 @@ both weight the error of each input by its importance where that is known.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,65 +16,67 @@ from starquill.errors import NumericsError
 from starquill.kernels import quantize as kernel
 from starquill.kernels.native import serves
 from starquill.quant.affine import AffineWeight, pack
+from starquill.quant.feedback import refine
+from starquill.quant.groups import Fit, Groups
+from starquill.quant.hqq import refined
 from starquill.quant.schemes import Scheme
 
 _BAND_ELEMENTS = 1 << 18
+# Rows that `refine` works on at once: it goes input by input, so it needs many rows.
+_TALL_BAND = 4096
 # Shares of a group's range that are tried: clipping its ends buys precision for the rest. Few
 # bits gain from many tries; many bits gain next to nothing.
 _SHARES = {8: (1.0,), 6: (1.0,), 5: (1.0,), 4: (1.0, 0.9)}
 _MANY_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.74, 0.68, 0.62)
-_HQQ_ROUNDS, _HQQ_NORM, _HQQ_BETA, _HQQ_KAPPA = 20, 0.7, 10.0, 1.01
 # Below this a tensor's scales would be among float16's denormals.
 _FLOAT16_LEAST, _FLOAT16_MOST = 2.0**-6, 60000.0
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """Scale and bias `[R, G, 1]` of each group."""
-
-    scale: Tensor
-    bias: Tensor
+# Packed integers, scales and biases `[R, G]` of some rows.
+_Part = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class _Groups:
-    """A band of weights `[R, G, g]`, with the importance `[G, g]` of each input, and levels."""
+class _Job:
+    """What all bands of a matrix share; `importance` is `[G, g]`, weights are taken in `unit`."""
 
-    w: Tensor
+    scheme: Scheme
     importance: Tensor
-    top: int
+    unit: float
+    dtype: torch.dtype
 
-    def integers(self, fit: _Fit) -> Tensor:
-        """The nearest levels, as floats; a group of scale 0 is all bias."""
-        inverse = torch.where(fit.scale == 0, 0.0, 1.0 / fit.scale)
-        return ((self.w - fit.bias) * inverse).round_().clamp_(0, self.top)
+    @property
+    def top(self) -> int:
+        return 2**self.scheme.bits - 1
 
-    def error(self, fit: _Fit, q: Tensor) -> Tensor:
-        """Weighted squared error of each group, `[R, G, 1]`."""
-        off = torch.addcmul(fit.bias, q, fit.scale).sub_(self.w)
-        return off.square_().mul_(self.importance).sum(-1, keepdim=True)
+    def groups(self, rows: Tensor) -> Groups:
+        w = (rows.float() / self.unit).unflatten(1, (-1, self.scheme.group))
+        return Groups(w, self.importance, self.top)
 
-    def least_squares(self, q: Tensor, target: Tensor) -> _Fit:
-        """The scale and bias that bring levels `q` nearest to `target`; bias alone if all equal."""
-        m = self.importance
-        mq = q * m
-        total, s_q = m.sum(-1, keepdim=True), mq.sum(-1, keepdim=True)
-        s_qq, s_w = (mq * q).sum(-1, keepdim=True), (target * m).sum(-1, keepdim=True)
-        s_qw = (mq * target).sum(-1, keepdim=True)
-        spread = total * s_qq - s_q * s_q
-        flat = spread <= 1e-9 * total * s_qq
-        divisor = torch.where(flat, 1.0, spread)
-        scale = torch.where(flat, 0.0, (total * s_qw - s_q * s_w) / divisor)
-        bias = torch.where(flat, s_w / total, (s_qq * s_w - s_q * s_qw) / divisor)
-        return _Fit(scale, bias)
+    def fit(self, groups: Groups) -> Fit:
+        found = _search(groups, self.scheme)
+        return refined(groups, found) if self.scheme.resolved_method == "hqq" else found
+
+    def run(self, index: int, width: int) -> _Job:
+        """The same for one run of `width` inputs."""
+        count = width // self.scheme.group
+        own = self.importance[index * count : (index + 1) * count]
+        return replace(self, importance=own)
 
 
-def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> AffineWeight:
+def quantize(
+    weight: Tensor,
+    scheme: Scheme,
+    importance: Tensor | None = None,
+    products: Tensor | None = None,
+) -> AffineWeight:
     """Quantize `[..., out, in]`; `importance` `[in]` weights the error of each input.
 
-    Scales and biases are float16, or float32 for a tensor that float16's range does not suit;
-    the integers are chosen for the rounded ones. `in` must be a multiple of the scheme's group.
-    Raises NumericsError for values that are not finite.
+    `products` `[in/n, n, n]` are second moments within runs of n inputs (whole groups), which hqq
+    goes on to lower the error of the product with; the range search does without them. Scales and
+    biases are float16, or float32 for a tensor that float16's range does not suit; the integers
+    are chosen for the rounded ones. `in` must be a multiple of the scheme's group. Raises
+    NumericsError for values that are not finite.
     """
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         weight = weight.float()
@@ -86,92 +88,85 @@ def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -
     unit = None if halves else 2.0 ** (math.frexp(largest)[1] - 1)
     if importance is not None:
         importance = importance.float().clamp_min(1e-12)
-    if scheme.resolved_method == "rtn" and serves(weight):
-        shares = _SHARES.get(scheme.bits, _MANY_SHARES)
-        settings = (scheme.bits, scheme.group)
-        parts = kernel.range_search(weight.flatten(0, -2), settings, shares, importance, unit)
+    rows = weight.flatten(0, -2)
+    hqq = scheme.resolved_method == "hqq"
+    if serves(weight) and not (hqq and products is not None):
+        settings = (scheme.bits, scheme.group, hqq)
+        parts = kernel.fit_groups(rows, settings, _shares(scheme), importance, unit)
     else:
-        parts = _in_bands(weight.flatten(0, -2), scheme, importance, unit)
-    q, s, b = (part.reshape(*weight.shape[:-1], -1) for part in parts)
-    return AffineWeight(q, s, b, scheme.bits, scheme.group)
+        parts = _in_torch(rows, _job(rows, scheme, importance, unit), products if hqq else None)
+    q, scales, biases = (part.reshape(*weight.shape[:-1], -1) for part in parts)
+    return AffineWeight(q, scales, biases, scheme.bits, scheme.group)
 
 
-def _in_bands(
-    rows: Tensor, scheme: Scheme, importance: Tensor | None, unit: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed integers, scales and biases of `rows` `[R, in]`, written for torch."""
+def _job(rows: Tensor, scheme: Scheme, importance: Tensor | None, unit: float | None) -> _Job:
     if importance is None:
         importance = torch.ones(rows.shape[1])
     grouped = importance.unflatten(0, (-1, scheme.group))
-    dtype = torch.float16 if unit is None else torch.float32
-    packed, scales, biases = [], [], []
+    return _Job(scheme, grouped, unit or 1.0, torch.float32 if unit else torch.float16)
+
+
+def _in_torch(rows: Tensor, job: _Job, products: Tensor | None) -> _Part:
+    if products is not None:
+        parts = [_fed_back(band, job, products) for band in rows.split(_TALL_BAND)]
+    else:
+        height = max(1, _BAND_ELEMENTS // rows.shape[1])
+        parts = [_by_group(band, job) for band in rows.split(height)]
+    q, scales, biases = (torch.cat(each) for each in zip(*parts, strict=True))
+    return q, scales * job.unit, biases * job.unit
+
+
+def _by_group(rows: Tensor, job: _Job) -> _Part:
+    """Packed integers, scales and biases of a band, whose groups know nothing of each other."""
+    groups = job.groups(rows)
+    fit = job.fit(groups).stored(job.dtype)
+    q = groups.integers(fit).flatten(1).to(torch.uint8)
+    scale, bias = fit.scale[..., 0].to(job.dtype), fit.bias[..., 0].to(job.dtype)
+    return pack(q, job.scheme.bits), scale, bias
+
+
+def _fed_back(rows: Tensor, job: _Job, products: Tensor) -> _Part:
+    """The same of a tall band, one run of inputs that know of each other after the other."""
+    width = products.shape[-1]
+    runs = []
+    for index, run in enumerate(products):
+        w = rows[:, index * width : (index + 1) * width]
+        start = _start(w, job.run(index, width))
+        runs.append(refine(w.float() / job.unit, start, run, job.top, job.dtype))
+    q = torch.cat([run.q.to(torch.uint8) for run in runs], 1)
+    scale = torch.cat([run.scale for run in runs], 1).to(job.dtype)
+    return pack(q, job.scheme.bits), scale, torch.cat([r.bias for r in runs], 1).to(job.dtype)
+
+
+def _start(rows: Tensor, job: _Job) -> Fit:
+    """What hqq finds without knowing how inputs go together, in `job.unit`."""
+    if serves(rows):
+        scheme = job.scheme
+        settings = (scheme.bits, scheme.group, True)
+        unit = None if job.dtype == torch.float16 else job.unit
+        parts = kernel.fit_groups(rows, settings, _shares(scheme), job.importance.flatten(), unit)
+        scale, bias = (part.float()[..., None] / job.unit for part in parts[1:])
+        return Fit(scale, bias)
     height = max(1, _BAND_ELEMENTS // rows.shape[1])
-    for start in range(0, len(rows), height):
-        band = (rows[start : start + height].float() / (unit or 1.0)).unflatten(
-            1, (-1, scheme.group)
-        )
-        groups = _Groups(band, grouped, 2**scheme.bits - 1)
-        hqq = scheme.resolved_method == "hqq"
-        fit = _half_quadratic(groups) if hqq else _search(groups, scheme)
-        fit = _Fit(fit.scale.to(dtype), fit.bias.to(dtype))
-        q = groups.integers(_Fit(fit.scale.float(), fit.bias.float()))
-        packed.append(pack(q.flatten(1).to(torch.uint8), scheme.bits))
-        scales.append(fit.scale[..., 0] * (unit or 1.0))
-        biases.append(fit.bias[..., 0] * (unit or 1.0))
-    return torch.cat(packed), torch.cat(scales), torch.cat(biases)
+    fits = [job.fit(job.groups(band)) for band in rows.split(height)]
+    return Fit(torch.cat([f.scale for f in fits]), torch.cat([f.bias for f in fits]))
 
 
-def _range(groups: _Groups, share: float) -> _Fit:
-    """Levels spread evenly over `share` of each group's range."""
-    low, high = groups.w.aminmax(dim=-1, keepdim=True)
-    low, high = low * share, high * share
-    return _Fit((high - low) / groups.top, low)
+def _shares(scheme: Scheme) -> tuple[float, ...]:
+    return _SHARES.get(scheme.bits, _MANY_SHARES)
 
 
-def _search(groups: _Groups, scheme: Scheme) -> _Fit:
+def _search(groups: Groups, scheme: Scheme) -> Fit:
     """The best over shares of the range, each refitted by least squares."""
-    best, least = _range(groups, 1.0), None
-    for share in _SHARES.get(scheme.bits, _MANY_SHARES):
-        q = groups.integers(_range(groups, share))
+    best, least = groups.spread(1.0), None
+    for share in _shares(scheme):
+        q = groups.integers(groups.spread(share))
         fit = groups.least_squares(q, groups.w)
         error = groups.error(fit, q)
         if least is None:
             best, least = fit, error
             continue
         better = error < least
-        best = _Fit(
-            torch.where(better, fit.scale, best.scale), torch.where(better, fit.bias, best.bias)
-        )
+        best = fit.where(better, best)
         least = torch.minimum(error, least)
-    return best
-
-
-def _half_quadratic(groups: _Groups) -> _Fit:
-    """HQQ (Badri & Shaji 2023): an l_0.7 error, split into shrinkage and least squares.
-
-    Outliers are taken out of the target by soft shrinkage, then scale and bias are refitted to
-    what is left. (The published form refits the zero point alone.)
-    """
-    fit, beta = _range(groups, 1.0), _HQQ_BETA
-    # The published constants are for weights of about this size.
-    unit = groups.w.abs().mean(-1, keepdim=True).clamp_min(1e-30)
-    best, least = fit, None
-    for _ in range(_HQQ_ROUNDS):
-        q = groups.integers(fit)
-        off = (groups.w - torch.addcmul(fit.bias, q, fit.scale)) / unit
-        size = off.abs()
-        error = (size.pow(_HQQ_NORM) * groups.importance).sum(-1, keepdim=True)
-        if least is None:
-            best, least = fit, error
-        else:
-            better = error < least
-            if not bool(better.any()):
-                break
-            best = _Fit(
-                torch.where(better, fit.scale, best.scale), torch.where(better, fit.bias, best.bias)
-            )
-            least = torch.minimum(error, least)
-        outlier = off.sign() * (size - size.clamp_min(1e-8).pow(_HQQ_NORM - 1) / beta).clamp_min(0)
-        fit = groups.least_squares(q, groups.w - outlier * unit)
-        beta *= _HQQ_KAPPA
     return best

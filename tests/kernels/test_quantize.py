@@ -1,4 +1,4 @@
-"""The native range search beside the same search in torch, on every instruction set."""
+"""The native range search and hqq beside the same in torch, on every instruction set."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ def _error(made: AffineWeight, weight: Tensor, importance: Tensor | None) -> Ten
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("method", ["rtn", "hqq"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_native_and_torch_find_the_same(
-    monkeypatch: pytest.MonkeyPatch, bits: int, group: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, bits: int, group: int, dtype: torch.dtype, method: str
 ) -> None:
     generator = torch.Generator().manual_seed(bits * group)
     weight = (torch.randn(13, 3 * group, generator=generator) * 0.3).to(dtype)
     weight[3, :group] = 0.25
     weight[4, :group] = 0
-    scheme = Scheme(bits, group, "rtn")
+    scheme = Scheme(bits, group, method)
     for importance in (None, torch.rand(3 * group, generator=generator)):
         found = []
         for level in LEVELS:
@@ -53,9 +54,10 @@ def test_native_and_torch_find_the_same(
             plain = quantize(weight, scheme, importance)
         # Sums in another order may tip a tie between two equally good fits, no more.
         ours, theirs = (_error(made, weight, importance) for made in (found[0], plain))
-        torch.testing.assert_close(ours.sum(), theirs.sum(), rtol=0.02, atol=1e-7)
+        tolerance = 0.02 if method == "rtn" else 0.05
+        torch.testing.assert_close(ours.sum(), theirs.sum(), rtol=tolerance, atol=1e-7)
         same = (found[0].integers() == plain.integers()).float().mean()
-        assert float(same) > 0.99
+        assert float(same) > (0.99 if method == "rtn" else 0.9)
 
 
 def test_without_the_module_torch_computes_and_says_so() -> None:

@@ -17,6 +17,8 @@ from starquill.quant.quantize import quantize
 from starquill.quant.schemes import Scheme
 
 METHODS = ("rtn", "hqq")
+# The power of the error that each keeps small.
+NORMS = {"rtn": 2.0, "hqq": 2.5}
 SCHEMES = [Scheme(b, g, m) for b in BITS for g in GROUPS for m in METHODS]
 FEW = [Scheme(b, g, m) for b, g in ((2, 32), (3, 16), (4, 64), (8, 128)) for m in METHODS]
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s}-{s.method}")
@@ -79,9 +81,10 @@ def test_error_is_within_the_groups_range_by_levels(
     slack = _storage_error(weight, made)
     error = _power(made.dequantize() - weight, scheme.group, 2).sqrt()
     bound = scheme.group**0.5 * (step / 2 + slack)
-    if scheme.method == "hqq":  # bounds the 0.7th powers, not the squares
-        error = _power(made.dequantize() - weight, scheme.group, 0.7)
-        bound = scheme.group * (step / 2 + slack).pow(0.7)
+    if scheme.method == "hqq":  # bounds other powers than the squares
+        norm = NORMS["hqq"]
+        error = _power(made.dequantize() - weight, scheme.group, norm)
+        bound = scheme.group * (step / 2 + slack).pow(norm)
     assert bool((error <= bound * (1 + 1e-5)).all())
 
 
@@ -97,7 +100,7 @@ def test_never_worse_than_plain_rounding(scheme: Scheme, kind: str) -> None:
         "one sign": weight.abs(),
     }[kind]
     made = quantize(weight, scheme)
-    norm = 2.0 if scheme.method == "rtn" else 0.7
+    norm = NORMS[scheme.method]
     ours = _power(made.dequantize() - weight, scheme.group, norm)
     plain = _power(_plain(weight, scheme) - weight, scheme.group, norm)
     slack = scheme.group * _storage_error(weight, made).pow(norm)
@@ -162,7 +165,7 @@ def test_any_size_of_weights_is_quantized_alike(scheme: Scheme, size: float) -> 
     held = made.dequantize()
     assert bool(held.isfinite().all())
     step = (weight.amax(-1) - weight.amin(-1)).double() / (2**scheme.bits - 1)
-    norm = 2.0 if scheme.method == "rtn" else 0.7
+    norm = NORMS[scheme.method]
     error = _power(held - weight, scheme.group, norm)[:, 0]
     # 1.4e-45 is float32's least: a scale can be off by half of that, times the levels.
     rounding = 2.0**-10 * weight.double().abs().amax(-1) + 1.5e-45 * 2**scheme.bits
@@ -175,7 +178,7 @@ def test_groups_of_very_different_sizes(scheme: Scheme) -> None:
     sizes = torch.tensor([1e-3, 50000.0, 1.0, 0.02]).repeat_interleave(scheme.group)
     weight = _normal(8, len(sizes)).clamp(-1, 1) * sizes
     made = quantize(weight, scheme)
-    norm = 2.0 if scheme.method == "rtn" else 0.7
+    norm = NORMS[scheme.method]
     ours = _power(made.dequantize() - weight, scheme.group, norm)
     plain = _power(_plain(weight, scheme) - weight, scheme.group, norm)
     slack = scheme.group * _storage_error(weight, made).pow(norm)
@@ -186,7 +189,7 @@ def test_groups_of_very_different_sizes(scheme: Scheme) -> None:
 @pytest.mark.parametrize("outlier", [100.0, 5e4, -1e7])
 def test_one_huge_value_costs_its_own_group_alone(scheme: Scheme, outlier: float) -> None:
     weight = _normal(4, 2 * scheme.group)
-    norm = 2.0 if scheme.method == "rtn" else 0.7
+    norm = NORMS[scheme.method]
     calm = _power(quantize(weight, scheme).dequantize() - weight, scheme.group, norm)
     weight[1, 3] = outlier
     held = quantize(weight, scheme).dequantize()
@@ -227,7 +230,7 @@ def _assert_alike(scheme: Scheme, weight: Tensor, one: Tensor, other: Tensor) ->
     if scheme.method == "rtn":
         assert torch.equal(one, other)
         return
-    errors = [float(_power(x - weight, scheme.group, 0.7).sum()) for x in (one, other)]
+    errors = [float(_power(x - weight, scheme.group, NORMS["hqq"]).sum()) for x in (one, other)]
     assert max(errors) <= 1.1 * min(errors)
 
 
@@ -279,7 +282,7 @@ def test_a_view_is_quantized_like_a_copy() -> None:
 def test_importance_lowers_the_error_that_it_weights(scheme: Scheme) -> None:
     weight = _normal(32, 2 * scheme.group)
     importance = _normal(2 * scheme.group, seed=5).exp().square()
-    norm = 2.0 if scheme.method == "rtn" else 0.7
+    norm = NORMS[scheme.method]
     plain, told = quantize(weight, scheme), quantize(weight, scheme, importance)
     before, after = (
         float(_power(made.dequantize() - weight, scheme.group, norm, importance).sum())
