@@ -12,6 +12,7 @@ namespace {
 using F = Simd::F;
 using I = Simd::I;
 constexpr int L = Simd::lanes;
+constexpr int kAhead = 4096;      // bytes of weights that are asked for before they are needed
 constexpr int kTokens = 4;        // rows of activations that share one reading of weights
 constexpr int kDenseRows = 16;   // rows of float activations whose sums are kept at once
 constexpr int kTile = 6;          // the same in prefill: what fits in registers
@@ -46,81 +47,62 @@ struct Lanes {
   }
 };
 
-// R rows of weights from `row` on times M rows of activations from `first` on. Several rows of
-// weights share a load of activations, and hide each other's latencies.
-template <int Bits, int M, int R>
-void decode_rows(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_t first) {
+// A row of weights times M rows of activations from `first` on.
+template <int Bits, int M>
+void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_t first) {
   using S = Step<Bits>;
   const Affine& w = job.weight;
   const Activations& x = job.x;
-  const int64_t groups = w.groups(), row_bytes = w.row_bytes();
-  const uint8_t* packed = w.packed + row * row_bytes;
-  F acc[R][M];
-  for (int r = 0; r < R; ++r)
-    for (int m = 0; m < M; ++m) acc[r][m] = Simd::zero();
-  int64_t left = row_bytes;
+  const int64_t groups = w.groups(), at = row * groups;
+  const uint8_t* packed = w.packed + row * w.row_bytes();
+  F acc[M];
+  for (int m = 0; m < M; ++m) acc[m] = Simd::zero();
+  int64_t left = w.row_bytes();
   const int8_t* q = x.q + first * x.q_stride;
   for (int64_t g = 0; g < groups; g += L) {
     const int n = static_cast<int>(lesser<int64_t>(L, groups - g));
-    F factor[R][M];
-    for (int r = 0; r < R; ++r) {
-      const int64_t at = (row + r) * groups + g;
-      const F scale = Simd::load_floats(w.scales, w.scale_type, at, n);
-      const F bias = Simd::load_floats(w.biases, w.scale_type, at, n);
-      for (int m = 0; m < M; ++m) {
-        const int64_t group = (first + m) * x.group_stride + g;
-        factor[r][m] = Simd::mul(scale, Simd::load(x.scales + group));
-        acc[r][m] = Simd::fma(bias, Simd::load(x.sums + group), acc[r][m]);
-      }
+    const F scale = Simd::load_floats(w.scales, w.scale_type, at + g, n);
+    const F bias = Simd::load_floats(w.biases, w.scale_type, at + g, n);
+    F factor[M];
+    for (int m = 0; m < M; ++m) {
+      const int64_t group = (first + m) * x.group_stride + g;
+      factor[m] = Simd::mul(scale, Simd::load(x.scales + group));
+      acc[m] = Simd::fma(bias, Simd::load(x.sums + group), acc[m]);
     }
     for (int s = 0; s < lanes.steps && left > 0; ++s) {
+      I planes[S::planes];
+      Simd::template unpack<Bits>(packed, left, planes);
+      // Rows follow each other: read ahead over the end of this one.
+      __builtin_prefetch(packed + kAhead);
       const I index = Simd::load_i(lanes.group[s]);
-      for (int r = 0; r < R; ++r) {
-        I planes[S::planes];
-        Simd::template unpack<Bits>(packed + r * row_bytes, left, planes);
-        for (int m = 0; m < M; ++m) {
-          const int8_t* at = q + m * x.q_stride;
-          I dot = Simd::zero_i();
-          for (int p = 0; p < S::planes; ++p)
-            dot = Simd::template dot<Bits>(dot, planes[p], Simd::load_i(at + p * Simd::bytes));
-          const F scale = Simd::permute(factor[r][m], index);
-          acc[r][m] = Simd::fma(Simd::to_float(dot), scale, acc[r][m]);
-        }
+      for (int m = 0; m < M; ++m) {
+        I dot = Simd::zero_i();
+        for (int p = 0; p < S::planes; ++p)
+          dot = Simd::template dot<Bits>(dot, planes[p],
+                                         Simd::load_i(q + m * x.q_stride + p * Simd::bytes));
+        acc[m] = Simd::fma(Simd::to_float(dot), Simd::permute(factor[m], index), acc[m]);
       }
       packed += S::stored;
       left -= S::stored;
       q += S::elements;
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int m = 0; m < M; ++m) {
-      const float y = Simd::sum(acc[r][m]);
-      float* out = job.out + (first + m) * job.out_stride + row + r;
-      *out = job.bias ? y + job.bias[row + r] : y;
-    }
-}
-
-template <int Bits, int M, int R>
-void decode_some(const Matmul& job, const Lanes<Bits>& lanes, int64_t begin, int64_t end,
-                 int64_t first) {
-  int64_t row = begin;
-  for (; row + R <= end; row += R) decode_rows<Bits, M, R>(job, lanes, row, first);
-  for (; row < end; ++row) decode_rows<Bits, M, 1>(job, lanes, row, first);
+  for (int m = 0; m < M; ++m) {
+    const float y = Simd::sum(acc[m]);
+    job.out[(first + m) * job.out_stride + row] = job.bias ? y + job.bias[row] : y;
+  }
 }
 
 template <int Bits>
 void decode_bits(const Matmul& job, int64_t begin, int64_t end) {
   const Lanes<Bits> lanes(job.weight.group);
-  // A few rows of weights at a time, so that a second pass over them finds them in cache.
-  for (int64_t row = begin; row < end; row += 4) {
-    const int64_t stop = lesser(row + 4, end);
+  for (int64_t row = begin; row < end; ++row)
     for (int64_t m = 0; m < job.x.rows; m += kTokens) switch (lesser<int64_t>(kTokens, job.x.rows - m)) {
-        case 1: decode_some<Bits, 1, 4>(job, lanes, row, stop, m); break;
-        case 2: decode_some<Bits, 2, 2>(job, lanes, row, stop, m); break;
-        case 3: decode_some<Bits, 3, 1>(job, lanes, row, stop, m); break;
-        default: decode_some<Bits, 4, 1>(job, lanes, row, stop, m);
+        case 1: decode_row<Bits, 1>(job, lanes, row, m); break;
+        case 2: decode_row<Bits, 2>(job, lanes, row, m); break;
+        case 3: decode_row<Bits, 3>(job, lanes, row, m); break;
+        default: decode_row<Bits, 4>(job, lanes, row, m);
       }
-  }
 }
 
 // A band of weights for prefill: a value a byte, [unit][row][4], where a unit is four elements of
