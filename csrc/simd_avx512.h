@@ -7,6 +7,14 @@
 
 #include "kernels.h"
 
+// AddressSanitizer does not see masked loads and stores: in its build the bytes are read first.
+#ifdef __SANITIZE_ADDRESS__
+#define STARQUILL_TOUCH(p, n) \
+  for (int64_t i = 0; i < (n); ++i) (void)reinterpret_cast<const volatile uint8_t*>(p)[i]
+#else
+#define STARQUILL_TOUCH(p, n)
+#endif
+
 namespace {
 
 struct Simd {
@@ -22,8 +30,12 @@ struct Simd {
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
   static I load_i(const void* p) { return _mm512_loadu_si512(p); }
   static void store_i(void* p, I x) { _mm512_storeu_si512(p, x); }
-  static void store_some(float* p, F x, int n) { _mm512_mask_storeu_ps(p, mask(n), x); }
+  static void store_some(float* p, F x, int n) {
+    STARQUILL_TOUCH(p, n < lanes ? 4 * n : bytes);
+    _mm512_mask_storeu_ps(p, mask(n), x);
+  }
   static I load_bytes(const uint8_t* p, int n) {
+    STARQUILL_TOUCH(p, n < bytes ? n : bytes);
     return _mm512_maskz_loadu_epi8(n >= 64 ? ~0ull : (1ull << n) - 1, p);
   }
   // Four bytes of activations, in every lane.
@@ -50,8 +62,11 @@ struct Simd {
   // n ≤ 16 floats from any stored type; the rest zeros.
   static F load_floats(const void* p, starquill::Float type, int64_t index, int n) {
     __mmask16 m = mask(n);
-    if (type == starquill::Float::f32)
+    if (type == starquill::Float::f32) {
+      STARQUILL_TOUCH(static_cast<const float*>(p) + index, n < lanes ? 4 * n : bytes);
       return _mm512_maskz_loadu_ps(m, static_cast<const float*>(p) + index);
+    }
+    STARQUILL_TOUCH(static_cast<const uint16_t*>(p) + index, n < lanes ? 2 * n : bytes / 2);
     __m256i half = _mm256_maskz_loadu_epi16(m, static_cast<const uint16_t*>(p) + index);
     if (type == starquill::Float::f16) return _mm512_cvtph_ps(half);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));

@@ -14,6 +14,7 @@ import typer
 
 from starquill import StarquillError, __version__
 from starquill.cli import evaluate
+from starquill.cli.bench import bench
 from starquill.cli.fill import fill
 from starquill.cli.generate import generate
 from starquill.cli.inspect import inspect
@@ -34,6 +35,7 @@ app.command()(generate)
 app.command()(fill)
 app.command()(inspect)
 app.command()(quantize)
+app.command()(bench)
 app.add_typer(evaluate.app, name="eval")
 
 
