@@ -9,9 +9,10 @@ namespace {
 constexpr int kKeys = 64;   // keys at a time: their scores stay in the first level of cache
 constexpr int kHeads = 16;  // query heads at a time
 
-// e^x for x ≤ 0 to 2 units in the last place; below -87 it is 0. Written to be vectorised.
+// e^x to 2 units in the last place; below -87 it is 0, above 87 e^87. Written to be vectorised.
 inline float exponential(float x) {
-  const float clamped = x > -87.0f ? x : -87.0f;  // NaN too: an integer of it has no meaning
+  const float above = x > -87.0f ? x : -87.0f;  // NaN too: an integer of it has no meaning
+  const float clamped = above < 87.0f ? above : 87.0f;
   const float n = nearest(clamped * 1.44269504f);
   const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;

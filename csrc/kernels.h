@@ -106,6 +106,31 @@ struct Attention {
 
 constexpr int kMostHeadDim = 256;
 
+// Many queries of each row against keys at `key_positions`: a query sees those that are not
+// negative, not after itself, and less than `window` before.
+struct Flash {
+  const float* q;                  // [B, Hq, T, Dh]
+  const float* k;                  // [B, Hk, S, Dh], with strides in floats
+  const float* v;                  // like k
+  const int64_t* query_positions;  // [B, T], ascending
+  const int64_t* key_positions;    // [B, S]
+  float* out;                      // [B, T, Hq·Dh]
+  int64_t rows, query_heads, key_heads, queries, keys, head_dim;
+  int64_t row_stride, head_stride;
+  int64_t window;
+  float scale;
+};
+
+constexpr int kFlashKeys = 64;     // keys at a time
+constexpr int kFlashQueries = 48;  // queries at a time
+inline int64_t flash_pieces(const Flash& job) {
+  return job.rows * job.key_heads * ((job.queries + kFlashQueries - 1) / kFlashQueries);
+}
+inline int64_t flash_floats(const Flash& job) {
+  const int64_t heads = job.query_heads / job.key_heads;
+  return (job.head_dim + kFlashQueries) * kFlashKeys + 2 * heads * kFlashQueries;
+}
+
 struct Kernels {
   const char* name;
   int vector_bytes;
@@ -120,6 +145,8 @@ struct Kernels {
   void (*exact)(const Exact&, int64_t begin, int64_t end, float* scratch);  // [width] scratch
   void (*dense)(const DenseMatmul&, int64_t begin, int64_t end);
   void (*attend)(const Attention&, int64_t begin, int64_t end);  // of rows times key heads
+  void (*flash)(const Flash&, int64_t begin, int64_t end, float* scratch);  // of flash_pieces
+  void (*gelu)(const float* x, float* y, int64_t begin, int64_t end);
 };
 
 // Rows of a weight that `prefill` works on at once, and the bytes of scratch that it needs.

@@ -6,11 +6,14 @@
 #include "dense.inl"
 #include "quantize.inl"
 
+#include "flash.inl"
+
 namespace starquill {
 
 const Kernels portable_kernels = {
     "portable",   Simd::bytes, quantize, largest, quantize_activations,
     decode,  prefill,     dequantize, exact, dense, attend,
+    flash,   gelu,
 };
 
 }  // namespace starquill

@@ -73,7 +73,7 @@ void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_
       I planes[S::planes];
       Simd::template unpack<Bits>(packed, left, planes);
       // Rows follow each other: read ahead over the end of this one.
-      __builtin_prefetch(packed + kAhead);
+      __builtin_prefetch(packed + kAhead, 0, 0);
       const I index = Simd::load_i(lanes.group[s]);
       for (int m = 0; m < M; ++m) {
         I dot = Simd::zero_i();

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "ops.h"
+#include "pool.h"
 
 namespace nb = nanobind;
 using namespace starquill;
@@ -179,6 +180,24 @@ void attend_at(const std::array<uintptr_t, 11>& at, const std::array<int64_t, 5>
   attend(job, threads);
 }
 
+// Addresses of what `Flash` lists, in its order. `shape` is B, Hq, Hk, T, S, Dh, then the strides of
+// k and v by row and head, and the window.
+void flash_at(const std::array<uintptr_t, 6>& at, const std::array<int64_t, 9>& shape, float scale,
+              int threads) {
+  auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
+  auto integers = [&](int i) { return reinterpret_cast<const int64_t*>(at[i]); };
+  const Flash job{floats(0), floats(1), floats(2), integers(3), integers(4), floats(5),
+                  shape[0],  shape[1],  shape[2],  shape[3],    shape[4],    shape[5],
+                  shape[6],  shape[7],  shape[8],  scale};
+  nb::gil_scoped_release free;
+  flash(job, threads);
+}
+
+void gelu_at(uintptr_t x, uintptr_t y, int64_t count, int threads) {
+  nb::gil_scoped_release free;
+  gelu(reinterpret_cast<const float*>(x), reinterpret_cast<float*>(y), count, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -186,6 +205,9 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
   m.doc() = "Native kernels; see csrc/. Use them through starquill.kernels.";
   if (const char* wanted = std::getenv("STARQUILL_ISA")) select_isa(wanted);
+  m.def("set_openmp_pause", [](uintptr_t at) {
+    set_openmp_pause(reinterpret_cast<int (*)(int)>(at));
+  });
   m.def("isa", &isa);
   m.def("isa_levels", &isa_levels);
   m.def("select_isa", &select_isa);
@@ -196,6 +218,8 @@ NB_MODULE(_native, m) {
   m.def("quantize", &quantize_buffers, buffer, nb::arg(), nb::arg(), nb::arg().none().noconvert(), nb::arg(),
         buffer, buffer, buffer, nb::arg());
   m.def("attend_at", &attend_at);
+  m.def("flash_at", &flash_at);
+  m.def("gelu_at", &gelu_at);
   nb::class_<AffineHandle>(m, "Affine")
       .def(nb::init<Buffer, Buffer, Buffer, int, int>(), buffer, buffer, buffer, nb::arg(), nb::arg())
       .def("matmul", &AffineHandle::matmul, buffer, nb::arg().none().noconvert(), buffer, nb::arg(),

@@ -152,6 +152,18 @@ void attend(const Attention& job, int threads) {
                [&](int64_t begin, int64_t end) { kernels->attend(job, begin, end); });
 }
 
+void flash(const Flash& job, int threads) {
+  parallel_for(threads, flash_pieces(job), 1, [&](int64_t begin, int64_t end) {
+    float* scratch = reinterpret_cast<float*>(row_scratch.take(4 * flash_floats(job)));
+    kernels->flash(job, begin, end, scratch);
+  });
+}
+
+void gelu(const float* x, float* y, int64_t count, int threads) {
+  parallel_for(threads, count, 1 << 14,
+               [&](int64_t begin, int64_t end) { kernels->gelu(x, y, begin, end); });
+}
+
 float largest(const void* w, Float type, int64_t count, int threads) {
   constexpr int64_t kPiece = 1 << 18;
   const int64_t pieces = (count + kPiece - 1) / kPiece;

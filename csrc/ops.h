@@ -30,6 +30,8 @@ void dense_matmul(const uint16_t* weight, Float type, int64_t rows, int64_t widt
 void quantize(const Quantize&, int64_t rows, int threads);
 
 void attend(const Attention&, int threads);
+void flash(const Flash&, int threads);
+void gelu(const float* x, float* y, int64_t count, int threads);
 
 // The largest |w|, NaN if any is: `count` values.
 float largest(const void* w, Float type, int64_t count, int threads);

@@ -115,7 +115,12 @@ Pool* pool = new Pool;
 const int forks = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
 #endif
 
+int (*openmp_pause)(int) = nullptr;
+constexpr int kPauseSoft = 1;
+
 }  // namespace
+
+void set_openmp_pause(int (*pause)(int)) { openmp_pause = pause; }
 
 void parallel(int threads, int64_t count, int64_t grain, Body body, void* context) {
   if (count <= 0) return;
@@ -130,6 +135,7 @@ void parallel(int threads, int64_t count, int64_t grain, Body body, void* contex
       body(context, begin, std::min(begin + grain, count));
     return;
   }
+  if (openmp_pause) openmp_pause(kPauseSoft);
   mine->run(threads, {body, context, count, grain});
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from starquill.kernels.native import as_rows, native, serves
 
 MOST_HEAD_DIM = 256  # as in csrc/kernels.h
+FOREVER = 2**62  # a window without end
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,45 @@ def attend_one(
         torch.get_num_threads(),
     )
     return out
+
+
+def attend_many(
+    q: Tensor, cached: tuple[Tensor, Tensor], positions: tuple[Tensor, Tensor], window: int | None
+) -> Tensor:
+    """Attend with `q` `[B, Hq, T, Dh]` to the keys and values `cached`, `[B, Hk, S, Dh]` each.
+
+    `positions` are those of queries `[B, T]`, ascending, and of keys `[B, S]`, int64: a query sees
+    keys that are not negative, not after it and, with a `window`, less than that before it.
+    Softmax with scale 1/√Dh. Returns `[B, T, Hq·Dh]`.
+    """
+    assert native is not None
+    batch, heads, tokens, head_dim = q.shape
+    keys, values = (_dense_rows(part) for part in cached)
+    if keys.stride() != values.stride():
+        keys, values = keys.contiguous(), values.contiguous()
+    out = torch.empty(batch, tokens, heads * head_dim)
+    asked, known = (part.contiguous() for part in positions)
+    queries = as_rows(q)
+    native.flash_at(
+        [part.data_ptr() for part in (queries, keys, values, asked, known, out)],
+        [
+            batch,
+            heads,
+            keys.shape[1],
+            tokens,
+            keys.shape[2],
+            head_dim,
+            *keys.stride()[:2],
+            window or FOREVER,
+        ],
+        1 / math.sqrt(head_dim),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _dense_rows(part: Tensor) -> Tensor:
+    """`[B, Hk, S, Dh]` float32 whose last two dimensions are contiguous."""
+    if part.dtype is not torch.float32 or part.stride()[2:] != (part.shape[3], 1):
+        return as_rows(part)
+    return part

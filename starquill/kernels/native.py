@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import os
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -23,7 +26,21 @@ def _import() -> ModuleType | None:
         )
         return None
     module: ModuleType = _native
+    module.set_openmp_pause(_openmp_pause())
     return module
+
+
+def _openmp_pause() -> int:
+    """The address of `omp_pause_resource_all` in the OpenMP library that torch runs on, or 0."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return 0
+    for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*"):
+        try:
+            library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            return ctypes.cast(library.omp_pause_resource_all, ctypes.c_void_p).value or 0
+        except (OSError, AttributeError):
+            continue
+    return 0
 
 
 native = _import()

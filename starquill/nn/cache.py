@@ -46,6 +46,7 @@ class CacheStep:
     mask: Tensor | None
     causal: bool
     one: OneToken | None = None  # set where the native kernel can do a step of one token
+    positions: tuple[Tensor, Tensor] | None = None  # of queries [B, T] and keys [B, S], likewise
 
 
 class KvCache:
@@ -108,18 +109,21 @@ class KvCache:
         read_first = furthest > ring and new_tokens > 1
         kept = min(new_tokens, ring)
         targets = positions[:, -kept:] % ring
-        causal = furthest == new_tokens and not read_first
-        mask = None
-        if not causal:
-            seen_before = positions[:, 0] if read_first else ends
-            key_positions = _ring_positions(seen_before, extent, ring)  # [B, S]
-            if read_first:
-                key_positions = torch.cat((key_positions, positions), dim=1)
-            mask = _visible(key_positions, positions, self.shape.window)
-        one = None
-        if new_tokens == 1 and attends(self._keys[0]):
+        rows = _rows(slots)
+        native = attends(self._keys[0])
+        if native and new_tokens == 1:
             one = OneToken(slots, targets[:, 0].contiguous(), ends.clamp(max=ring))
-        return CacheStep(_rows(slots), targets, kept, extent, read_first, mask, causal, one)
+            return CacheStep(rows, targets, kept, extent, read_first, None, False, one)
+        causal = furthest == new_tokens and not read_first
+        seen_before = positions[:, 0] if read_first else ends
+        key_positions = _ring_positions(seen_before, extent, ring)  # [B, S]
+        if read_first:
+            key_positions = torch.cat((key_positions, positions), dim=1)
+        if native:
+            both = (positions, key_positions)
+            return CacheStep(rows, targets, kept, extent, read_first, None, causal, None, both)
+        mask = None if causal else _visible(key_positions, positions, self.shape.window)
+        return CacheStep(rows, targets, kept, extent, read_first, mask, causal)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """All of a layer's keys and values, `[slots, Hk, S, Dh]` each."""

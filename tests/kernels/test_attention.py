@@ -1,4 +1,4 @@
-"""The native attention of one token beside torch's, on every instruction set."""
+"""The native attention and GELU beside torch's, on every instruction set."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from starquill.kernels.activation import gelu_tanh
 from starquill.kernels.attention import MOST_HEAD_DIM, OneToken, attend_one, attends
 from starquill.kernels.native import native
+from starquill.nn.attention import AttentionStep, attend_cached
+from starquill.nn.cache import CacheShape, KvCache
 from starquill.nn.rope import rotate
 
 if native is None:
@@ -63,3 +66,63 @@ def test_caches_that_torch_attends_to() -> None:
     assert not attends(torch.empty(1, 1, 4, MOST_HEAD_DIM + 2))
     assert not attends(torch.empty(1, 1, 4, 7))
     assert not attends(torch.empty(1, 1, 4, 8, dtype=torch.bfloat16))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    window=st.one_of(st.none(), st.integers(1, 200)),
+    head_dim=st.one_of(st.sampled_from([64, 128, 256]), st.integers(1, 40).map(lambda n: 2 * n)),
+    heads=st.tuples(st.integers(1, 3), st.integers(1, 5)),
+    chunks=st.lists(st.integers(2, 150), min_size=1, max_size=4),
+    batch=st.integers(1, 3),
+)
+def test_many_queries_see_what_torchs_see(
+    window: int | None,
+    head_dim: int,
+    heads: tuple[int, int],
+    chunks: list[int],
+    batch: int,
+) -> None:
+    """Chunk after chunk through the cache, past the window and over the ring's end."""
+    kv_heads, group = heads
+    shape = CacheShape(1, batch + 1, kv_heads, head_dim, context=1000, window=window)
+    generator = torch.Generator().manual_seed(head_dim)
+    ours, theirs = KvCache(shape, torch.float32), KvCache(shape, torch.float64)
+    slots = torch.arange(batch) + 1
+    for chunk in chunks:
+        positions = ours.lens[slots][:, None] + torch.arange(chunk)
+        angles = torch.rand(batch, 1, chunk, head_dim, generator=generator)
+        q = torch.randn(batch, kv_heads * group, chunk, head_dim, generator=generator) * 2
+        k, v = (
+            torch.randn(batch, kv_heads, chunk, head_dim, generator=generator) for _ in range(2)
+        )
+        plan = theirs.plan(slots, positions)
+        step = AttentionStep(angles.cos().double(), angles.sin().double(), theirs, plan)
+        expected = attend_cached(q.double(), k.double(), v.double(), 0, step)
+        lengths = ours.lens.clone()
+        for level in native.isa_levels():
+            native.select_isa(level)
+            ours.lens = lengths.clone()
+            plan = ours.plan(slots, positions)
+            assert plan.positions is not None
+            kept = [part.clone() for part in ours.layer(0)]
+            step = AttentionStep(angles.cos(), angles.sin(), ours, plan)
+            out = attend_cached(q, k, v, 0, step)
+            torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-5)
+            if level != native.isa_levels()[-1]:
+                for part, before in zip(ours.layer(0), kept, strict=True):
+                    part.copy_(before)
+        ours.lens[slots] += chunk
+        theirs.lens[slots] += chunk
+
+
+def test_gelu_is_torchs() -> None:
+    x = torch.cat((torch.linspace(-30, 30, 20001), torch.tensor([1e30, -1e30, 0.0, -0.0, 1e-40])))
+    expected = F.gelu(x.double(), approximate="tanh")
+    for level in native.isa_levels():
+        native.select_isa(level)
+        torch.testing.assert_close(gelu_tanh(x).double(), expected, rtol=1e-6, atol=1e-7)
+        bad = gelu_tanh(torch.tensor([float("nan"), float("inf"), float("-inf")]))
+        assert bad[0].isnan()
+        assert bad[1] == float("inf")
+        assert not bad[2] > 0

@@ -17,7 +17,7 @@ def _step(cache: KvCache, slots: list[int], tokens: int) -> list[list[set[int]]]
     rows = torch.tensor(slots)
     positions = cache.lens[rows][:, None] + torch.arange(tokens)
     step = cache.plan(rows, positions)
-    keys = positions[:, None, :, None].float().expand(-1, 1, -1, 2).contiguous()
+    keys = positions[:, None, :, None].double().expand(-1, 1, -1, 2).contiguous()
     seen, _ = cache.update(0, keys, keys, step)
     cache.lens[rows] += tokens
     result = []
@@ -48,7 +48,7 @@ def _expected(start: int, tokens: int, window: int | None) -> list[set[int]]:
 @given(pieces, windows)
 @settings(deadline=None, max_examples=200)
 def test_each_query_sees_its_window(lengths: list[int], window: int | None) -> None:
-    cache = KvCache(CacheShape(1, 1, 1, 2, 100, window), torch.float32)
+    cache = KvCache(CacheShape(1, 1, 1, 2, 100, window), torch.float64)
     for tokens in lengths:
         start = int(cache.lens[0])
         if start + tokens > 100:
@@ -64,7 +64,7 @@ def test_rows_of_any_lengths_in_any_slots(
     lengths: list[list[int]], window: int | None, tokens: int, slots: list[int]
 ) -> None:
     """Rows that begin at different lengths, then step together, each see their own."""
-    cache = KvCache(CacheShape(1, 5, 1, 2, 110, window), torch.float32)
+    cache = KvCache(CacheShape(1, 5, 1, 2, 110, window), torch.float64)
     rows = slots[: len(lengths)]
     for slot, row in zip(rows, lengths, strict=True):
         for piece in row:

@@ -1,0 +1,174 @@
+// Attention of many queries over many keys, block by block with a running softmax (Dao et al.,
+// arXiv 2205.14135), and GELU; over `Simd`.
+#include "half.h"
+#include "kernels.h"
+
+namespace starquill {
+namespace {
+
+constexpr int kRowsAtOnce = L == 16 ? 6 : 4;  // what fits in registers with kVectors
+constexpr int kVectors = L == 16 ? 4 : 2;
+
+// c [R, kVectors·L] (+)= a [R, depth] · b [depth, kVectors·L]
+template <int R>
+void gemm_block(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
+                int64_t depth, bool add) {
+  F acc[R][kVectors];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < kVectors; ++v)
+      acc[r][v] = add ? Simd::load(c + r * ldc + v * L) : Simd::zero();
+  for (int64_t k = 0; k < depth; ++k) {
+    F row[kVectors];
+    for (int v = 0; v < kVectors; ++v) row[v] = Simd::load(b + k * ldb + v * L);
+    for (int r = 0; r < R; ++r) {
+      const F one = Simd::set(a[r * lda + k]);
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::fma(one, row[v], acc[r][v]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < kVectors; ++v) Simd::store(c + r * ldc + v * L, acc[r][v]);
+}
+
+// The same for any rows and columns; columns past the last whole block one by one.
+void gemm(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
+          int64_t rows, int64_t columns, int64_t depth, bool add) {
+  constexpr int kColumns = kVectors * L;
+  for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
+    const int64_t some = lesser<int64_t>(kRowsAtOnce, rows - r);
+    int64_t j = 0;
+    for (; j + kColumns <= columns; j += kColumns) {
+      if (some == kRowsAtOnce) {
+        gemm_block<kRowsAtOnce>(a + r * lda, lda, b + j, ldb, c + r * ldc + j, ldc, depth, add);
+      } else {
+        for (int64_t i = r; i < r + some; ++i)
+          gemm_block<1>(a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc, depth, add);
+      }
+    }
+    for (int64_t i = r; i < r + some; ++i)
+      for (int64_t column = j; column < columns; ++column) {
+        float sum = add ? c[i * ldc + column] : 0;
+        for (int64_t k = 0; k < depth; ++k) sum += a[i * lda + k] * b[k * ldb + column];
+        c[i * ldc + column] = sum;
+      }
+  }
+}
+
+// What a tile of queries sees of a block of keys.
+enum class Sight { none, some, all };
+
+Sight sight(const Flash& job, const int64_t* queries, int64_t count, const int64_t* keys, int64_t n) {
+  int64_t low = INT64_MAX, high = -1, empty = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (keys[i] < 0) {
+      ++empty;
+      continue;
+    }
+    low = lesser(low, keys[i]);
+    high = greater(high, keys[i]);
+  }
+  const int64_t first = queries[0], last = queries[count - 1];
+  if (high < 0 || low > last || high <= first - job.window) return Sight::none;
+  return empty == 0 && high <= first && low > last - job.window ? Sight::all : Sight::some;
+}
+
+struct FlashScratch {
+  float* transposed;  // [Dh, kFlashKeys]
+  float* scores;      // [kFlashQueries, kFlashKeys]
+  float* most;        // [heads, kFlashQueries]
+  float* total;
+  FlashScratch(float* memory, int64_t head_dim, int64_t heads)
+      : transposed(memory), scores(transposed + head_dim * kFlashKeys),
+        most(scores + kFlashQueries * kFlashKeys), total(most + heads * kFlashQueries) {}
+};
+
+// Scores of one query to probabilities of this block; returns by what earlier sums shrink.
+float soften(const Flash& job, float* s, int64_t query, const int64_t* keys, int64_t n, bool masked,
+             float* most, float* total) {
+  const float never = -as_float(0x7f800000);
+  for (int64_t i = 0; i < n; ++i) s[i] *= job.scale;
+  if (masked)
+    for (int64_t i = 0; i < n; ++i)
+      if (keys[i] < 0 || keys[i] > query || keys[i] <= query - job.window) s[i] = never;
+  for (int64_t i = n; i < kFlashKeys; ++i) s[i] = never;
+  float top = *most;
+  for (int i = 0; i < kFlashKeys; ++i) top = s[i] > top ? s[i] : top;
+  if (top == never) {  // nothing seen yet
+    for (int i = 0; i < kFlashKeys; ++i) s[i] = s[i] == s[i] ? 0.0f : s[i];
+    return 1;
+  }
+  Sums sum;
+  for (int i = 0; i < kFlashKeys; i += kSums)
+    for (int k = 0; k < kSums; ++k) {
+      const float p = exponential(s[i + k] - top);
+      s[i + k] = p;
+      sum.one[k] += p;
+    }
+  const float shrink = exponential(*most - top);
+  *most = top;
+  *total = *total * shrink + sum.total();
+  return shrink;
+}
+
+// Queries [first, first + count) of a row, all heads that share key head `head`.
+void flash_tile(const Flash& job, int64_t row, int64_t head, int64_t first, int64_t count,
+                float* memory) {
+  const int64_t n = job.head_dim, heads = job.query_heads / job.key_heads;
+  const int64_t stride = job.query_heads * n;
+  const FlashScratch to(memory, n, heads);
+  const int64_t* positions = job.query_positions + row * job.queries + first;
+  float* out = job.out + (row * job.queries + first) * stride + head * heads * n;
+  for (int64_t i = 0; i < heads * kFlashQueries; ++i) to.most[i] = -as_float(0x7f800000), to.total[i] = 0;
+  for (int64_t t = 0; t < count; ++t)
+    for (int64_t i = 0; i < heads * n; ++i) out[t * stride + i] = 0;
+  for (int64_t start = 0; start < job.keys; start += kFlashKeys) {
+    const int64_t keys = lesser<int64_t>(kFlashKeys, job.keys - start);
+    const int64_t* places = job.key_positions + row * job.keys + start;
+    const Sight seen = sight(job, positions, count, places, keys);
+    if (seen == Sight::none) continue;
+    const float* k = job.k + row * job.row_stride + head * job.head_stride + start * n;
+    const float* v = job.v + row * job.row_stride + head * job.head_stride + start * n;
+    for (int64_t d = 0; d < n; ++d)
+      for (int64_t i = 0; i < kFlashKeys; ++i)
+        to.transposed[d * kFlashKeys + i] = i < keys ? k[i * n + d] : 0;
+    for (int64_t h = 0; h < heads; ++h) {
+      const float* q = job.q + ((row * job.query_heads + head * heads + h) * job.queries + first) * n;
+      gemm(q, n, to.transposed, kFlashKeys, to.scores, kFlashKeys, count, kFlashKeys, n, false);
+      for (int64_t t = 0; t < count; ++t) {
+        const int64_t at = h * kFlashQueries + t;
+        const float shrink = soften(job, to.scores + t * kFlashKeys, positions[t], places, keys,
+                                    seen == Sight::some, to.most + at, to.total + at);
+        float* sums = out + t * stride + h * n;
+        if (shrink != 1)
+          for (int64_t i = 0; i < n; ++i) sums[i] *= shrink;
+      }
+      gemm(to.scores, kFlashKeys, v, n, out + h * n, stride, count, n, keys, true);
+    }
+  }
+  for (int64_t t = 0; t < count; ++t)
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t i = 0; i < n; ++i)
+        out[t * stride + h * n + i] /= to.total[h * kFlashQueries + t];
+}
+
+// Pieces are (row, key head, tile of queries) triples.
+void flash(const Flash& job, int64_t begin, int64_t end, float* memory) {
+  const int64_t tiles = (job.queries + kFlashQueries - 1) / kFlashQueries;
+  for (int64_t piece = begin; piece < end; ++piece) {
+    // The last tiles see the most: they come first, so that no thread is left with one at the end.
+    const int64_t tile = tiles - 1 - piece / (job.rows * job.key_heads);
+    const int64_t pair = piece % (job.rows * job.key_heads), first = tile * kFlashQueries;
+    const int64_t count = lesser<int64_t>(kFlashQueries, job.queries - first);
+    flash_tile(job, pair / job.key_heads, pair % job.key_heads, first, count, memory);
+  }
+}
+
+// x·Φ(x) by its tanh approximation, which is x / (1 + e^(-2u)).
+void gelu(const float* x, float* y, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    const float v = x[i], u = 0.79788456f * (v + 0.044715f * v * v * v);
+    y[i] = v / (1.0f + exponential(-2.0f * u));
+  }
+}
+
+}  // namespace
+}  // namespace starquill
