@@ -1,5 +1,5 @@
 // Attention of many queries over many keys, block by block with a running softmax (Dao et al.,
-// arXiv 2205.14135), and GELU; over `Simd`.
+// arXiv 2205.14135); over `Simd`.
 #include "half.h"
 #include "kernels.h"
 
@@ -159,14 +159,6 @@ void flash(const Flash& job, int64_t begin, int64_t end, float* memory) {
     const int64_t pair = piece % (job.rows * job.key_heads), first = tile * kFlashQueries;
     const int64_t count = lesser<int64_t>(kFlashQueries, job.queries - first);
     flash_tile(job, pair / job.key_heads, pair % job.key_heads, first, count, memory);
-  }
-}
-
-// x·Φ(x) by its tanh approximation, which is x / (1 + e^(-2u)).
-void gelu(const float* x, float* y, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) {
-    const float v = x[i], u = 0.79788456f * (v + 0.044715f * v * v * v);
-    y[i] = v / (1.0f + exponential(-2.0f * u));
   }
 }
 

@@ -104,6 +104,37 @@ struct Attention {
   float scale;
 };
 
+// y = (x - mean)/√(variance + eps)·weight + bias for each row of `width`.
+struct LayerNorm {
+  const float* x;
+  const float* weight;
+  const float* bias;
+  float* y;
+  int64_t width;
+  float eps;
+};
+
+// Rotary embedding of x [B, H, T, Dh] (with strides in floats; Dh contiguous) into y, contiguous.
+struct Rotation {
+  const float* x;
+  const float* cos;  // [B, T, Dh]
+  const float* sin;
+  float* y;
+  int64_t rows, heads, tokens, head_dim;
+  int64_t row_stride, head_stride, token_stride;
+};
+
+// New keys or values [B, Hk, T, Dh] (with strides in floats; Dh contiguous), of each row the last
+// `kept`, to their places [B, kept] in the slots of a cache [slots, Hk, S, Dh].
+struct Store {
+  const float* fresh;
+  float* cache;
+  const int64_t* slots;
+  const int64_t* places;
+  int64_t rows, heads, tokens, kept, ring, head_dim;
+  int64_t row_stride, head_stride, token_stride;
+};
+
 constexpr int kMostHeadDim = 256;
 
 // Many queries of each row against keys at `key_positions`: a query sees those that are not
@@ -146,6 +177,10 @@ struct Kernels {
   void (*dense)(const DenseMatmul&, int64_t begin, int64_t end);
   void (*attend)(const Attention&, int64_t begin, int64_t end);  // of rows times key heads
   void (*flash)(const Flash&, int64_t begin, int64_t end, float* scratch);  // of flash_pieces
+  void (*layer_norm)(const LayerNorm&, int64_t begin, int64_t end);
+  void (*rotation)(const Rotation&, int64_t begin, int64_t end);  // of rows times heads times tokens
+  void (*store)(const Store&, int64_t begin, int64_t end);  // of rows times heads times kept
+  void (*add)(const float* x, const float* y, float* sum, int64_t begin, int64_t end);
   void (*gelu)(const float* x, float* y, int64_t begin, int64_t end);
 };
 

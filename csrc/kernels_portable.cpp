@@ -8,12 +8,14 @@
 
 #include "flash.inl"
 
+#include "elementwise.inl"
+
 namespace starquill {
 
 const Kernels portable_kernels = {
     "portable",   Simd::bytes, quantize, largest, quantize_activations,
     decode,  prefill,     dequantize, exact, dense, attend,
-    flash,   gelu,
+    flash,   layer_norm,  rotation, store, add, gelu,
 };
 
 }  // namespace starquill

@@ -193,6 +193,40 @@ void flash_at(const std::array<uintptr_t, 6>& at, const std::array<int64_t, 9>& 
   flash(job, threads);
 }
 
+void layer_norm_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 2>& shape, float eps,
+                   int threads) {
+  auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
+  const LayerNorm job{floats(0), floats(1), floats(2), floats(3), shape[1], eps};
+  nb::gil_scoped_release free;
+  layer_norm(job, shape[0], threads);
+}
+
+// x, cos, sin and y; `shape` is B, H, T, Dh and x's strides of the first three.
+void rotation_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 7>& shape, int threads) {
+  auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
+  const Rotation job{floats(0), floats(1), floats(2), floats(3), shape[0], shape[1],
+                     shape[2],  shape[3],  shape[4],  shape[5],  shape[6]};
+  nb::gil_scoped_release free;
+  rotation(job, threads);
+}
+
+// New values, cache, slots and places; `shape` is B, Hk, T, kept, S, Dh and the new values'
+// strides of the first three dimensions.
+void store_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 9>& shape, int threads) {
+  auto integers = [&](int i) { return reinterpret_cast<const int64_t*>(at[i]); };
+  const Store job{reinterpret_cast<const float*>(at[0]), reinterpret_cast<float*>(at[1]),
+                  integers(2), integers(3), shape[0], shape[1], shape[2], shape[3], shape[4], shape[5],
+                  shape[6], shape[7], shape[8]};
+  nb::gil_scoped_release free;
+  store(job, threads);
+}
+
+void add_at(uintptr_t x, uintptr_t y, uintptr_t sum, int64_t count, int threads) {
+  nb::gil_scoped_release free;
+  add(reinterpret_cast<const float*>(x), reinterpret_cast<const float*>(y),
+      reinterpret_cast<float*>(sum), count, threads);
+}
+
 void gelu_at(uintptr_t x, uintptr_t y, int64_t count, int threads) {
   nb::gil_scoped_release free;
   gelu(reinterpret_cast<const float*>(x), reinterpret_cast<float*>(y), count, threads);
@@ -219,6 +253,10 @@ NB_MODULE(_native, m) {
         buffer, buffer, buffer, nb::arg());
   m.def("attend_at", &attend_at);
   m.def("flash_at", &flash_at);
+  m.def("layer_norm_at", &layer_norm_at);
+  m.def("rotation_at", &rotation_at);
+  m.def("store_at", &store_at);
+  m.def("add_at", &add_at);
   m.def("gelu_at", &gelu_at);
   nb::class_<AffineHandle>(m, "Affine")
       .def(nb::init<Buffer, Buffer, Buffer, int, int>(), buffer, buffer, buffer, nb::arg(), nb::arg())

@@ -159,8 +159,31 @@ void flash(const Flash& job, int threads) {
   });
 }
 
+// Elements that are worth a thread's while.
+constexpr int64_t kElements = 1 << 14;
+
+void layer_norm(const LayerNorm& job, int64_t rows, int threads) {
+  parallel_for(threads, rows, kElements / job.width + 1,
+               [&](int64_t begin, int64_t end) { kernels->layer_norm(job, begin, end); });
+}
+
+void rotation(const Rotation& job, int threads) {
+  parallel_for(threads, job.rows * job.heads * job.tokens, kElements / job.head_dim + 1,
+               [&](int64_t begin, int64_t end) { kernels->rotation(job, begin, end); });
+}
+
+void store(const Store& job, int threads) {
+  parallel_for(threads, job.rows * job.heads * job.kept, kElements / job.head_dim + 1,
+               [&](int64_t begin, int64_t end) { kernels->store(job, begin, end); });
+}
+
+void add(const float* x, const float* y, float* sum, int64_t count, int threads) {
+  parallel_for(threads, count, kElements,
+               [&](int64_t begin, int64_t end) { kernels->add(x, y, sum, begin, end); });
+}
+
 void gelu(const float* x, float* y, int64_t count, int threads) {
-  parallel_for(threads, count, 1 << 14,
+  parallel_for(threads, count, kElements,
                [&](int64_t begin, int64_t end) { kernels->gelu(x, y, begin, end); });
 }
 

@@ -31,6 +31,10 @@ void quantize(const Quantize&, int64_t rows, int threads);
 
 void attend(const Attention&, int threads);
 void flash(const Flash&, int threads);
+void layer_norm(const LayerNorm&, int64_t rows, int threads);
+void rotation(const Rotation&, int threads);
+void store(const Store&, int threads);
+void add(const float* x, const float* y, float* sum, int64_t count, int threads);
 void gelu(const float* x, float* y, int64_t count, int threads);
 
 // The largest |w|, NaN if any is: `count` values.

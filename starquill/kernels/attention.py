@@ -23,6 +23,20 @@ class OneToken:
     counts: Tensor
 
 
+@dataclass(frozen=True)
+class ManyTokens:
+    """Where new tokens go, and which positions are whose; int64.
+
+    `slots` `[B]`, `places` `[B, kept]` in the ring, positions of `queries` `[B, T]`, ascending,
+    and of `keys` `[B, S]`, negative where there is none.
+    """
+
+    slots: Tensor
+    places: Tensor
+    queries: Tensor
+    keys: Tensor
+
+
 def attends(cache: Tensor) -> bool:
     """Whether `attend_one` can work on this cache `[slots, Hk, S, Dh]`."""
     head_dim = cache.shape[-1]
@@ -58,14 +72,27 @@ def attend_one(
     return out
 
 
+def store(new: Tensor, cache: Tensor, slots: Tensor, places: Tensor) -> None:
+    """The last of `new` `[B, Hk, T, Dh]` to `places` `[B, kept]` of `slots` `[B]` in `cache`."""
+    assert native is not None
+    batch, heads, tokens, head_dim = new.shape
+    slots, places = slots.contiguous(), places.contiguous()
+    if new.dtype is not torch.float32 or new.stride(3) != 1:
+        new = as_rows(new)
+    native.store_at(
+        [part.data_ptr() for part in (new, cache, slots, places)],
+        [batch, heads, tokens, places.shape[1], cache.shape[2], head_dim, *new.stride()[:3]],
+        torch.get_num_threads(),
+    )
+
+
 def attend_many(
-    q: Tensor, cached: tuple[Tensor, Tensor], positions: tuple[Tensor, Tensor], window: int | None
+    q: Tensor, cached: tuple[Tensor, Tensor], at: ManyTokens, window: int | None
 ) -> Tensor:
     """Attend with `q` `[B, Hq, T, Dh]` to the keys and values `cached`, `[B, Hk, S, Dh]` each.
 
-    `positions` are those of queries `[B, T]`, ascending, and of keys `[B, S]`, int64: a query sees
-    keys that are not negative, not after it and, with a `window`, less than that before it.
-    Softmax with scale 1/√Dh. Returns `[B, T, Hq·Dh]`.
+    A query sees keys that are not after it and, with a `window`, less than that before it. Softmax
+    with scale 1/√Dh. Returns `[B, T, Hq·Dh]`.
     """
     assert native is not None
     batch, heads, tokens, head_dim = q.shape
@@ -73,7 +100,7 @@ def attend_many(
     if keys.stride() != values.stride():
         keys, values = keys.contiguous(), values.contiguous()
     out = torch.empty(batch, tokens, heads * head_dim)
-    asked, known = (part.contiguous() for part in positions)
+    asked, known = at.queries.contiguous(), at.keys.contiguous()
     queries = as_rows(q)
     native.flash_at(
         [part.data_ptr() for part in (queries, keys, values, asked, known, out)],

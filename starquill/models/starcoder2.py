@@ -20,6 +20,7 @@ from starquill.nn.attention import AttentionStep, attend_cached
 from starquill.nn.cache import CacheShape
 from starquill.nn.linear import Embedding, Linear
 from starquill.nn.norm import LayerNorm
+from starquill.nn.residual import residual
 from starquill.nn.rope import RopeConfig, rope_table
 
 
@@ -151,8 +152,8 @@ class Starcoder2DecoderLayer(nn.Module):
         self.post_attention_layernorm = LayerNorm(config.hidden_size, config.norm_epsilon)
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), step)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = residual(x, self.self_attn(self.input_layernorm(x), step))
+        return residual(x, self.mlp(self.post_attention_layernorm(x)))
 
 
 class Starcoder2Model(nn.Module):

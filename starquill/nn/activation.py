@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from starquill.kernels import activation
+from starquill.kernels import elementwise
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """The tanh approximation of GELU, which StarCoder2 was trained with."""
-    if activation.takes_gelu(x):
-        return activation.gelu_tanh(x)
+    if elementwise.takes(x):
+        return elementwise.gelu_tanh(x)
     return F.gelu(x, approximate="tanh")
 
 

@@ -34,8 +34,8 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, layer: int, step: AttentionSt
         return attend_one(q, (k, v), (step.cos, step.sin), cache.layer(layer), plan.one)
     q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
     keys, values = cache.update(layer, k, v, plan)  # [B, Hk, S, Dh]
-    if plan.positions is not None:
-        return attend_many(q, (keys, values), plan.positions, cache.shape.window)
+    if plan.many is not None:
+        return attend_many(q, (keys, values), plan.many, cache.shape.window)
     return attend(q, keys, values, plan)
 
 

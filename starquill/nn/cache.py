@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from starquill.kernels.attention import OneToken, attends
+from starquill.kernels.attention import ManyTokens, OneToken, attends, store
 
 _FIRST_CAPACITY = 256
 
@@ -46,7 +46,7 @@ class CacheStep:
     mask: Tensor | None
     causal: bool
     one: OneToken | None = None  # set where the native kernel can do a step of one token
-    positions: tuple[Tensor, Tensor] | None = None  # of queries [B, T] and keys [B, S], likewise
+    many: ManyTokens | None = None  # the same for more
 
 
 class KvCache:
@@ -120,8 +120,8 @@ class KvCache:
         if read_first:
             key_positions = torch.cat((key_positions, positions), dim=1)
         if native:
-            both = (positions, key_positions)
-            return CacheStep(rows, targets, kept, extent, read_first, None, causal, None, both)
+            many = ManyTokens(slots, targets, positions, key_positions)
+            return CacheStep(rows, targets, kept, extent, read_first, None, causal, None, many)
         mask = None if causal else _visible(key_positions, positions, self.shape.window)
         return CacheStep(rows, targets, kept, extent, read_first, mask, causal)
 
@@ -140,12 +140,16 @@ class KvCache:
     @staticmethod
     def _update_one(cache: Tensor, new: Tensor, step: CacheStep) -> Tensor:
         ring = cache[step.rows]  # a view of [B, Hk, S, Dh], or a copy when rows are scattered
-        index = step.targets[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
         if step.read_first:
             visible = torch.cat((ring[:, :, : step.extent], new), dim=2)
-        ring.scatter_(2, index, new[:, :, -step.kept :])
-        if not isinstance(step.rows, slice):
-            cache[step.rows] = ring
+        if step.many is not None:
+            store(new, cache, step.many.slots, step.many.places)
+            ring = cache[step.rows]
+        else:
+            index = step.targets[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
+            ring.scatter_(2, index, new[:, :, -step.kept :])
+            if not isinstance(step.rows, slice):
+                cache[step.rows] = ring
         return visible if step.read_first else ring[:, :, : step.extent]
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from starquill.kernels import elementwise
+
 RopeType = Literal["default", "linear", "dynamic", "yarn"]
 
 
@@ -102,6 +104,8 @@ def rope_table(rope: RopeConfig, positions: Tensor, spans: Tensor) -> tuple[Tens
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x` `[B, H, T, Dh]`: dimension i pairs with i + Dh/2 (GPT-NeoX order)."""
+    if elementwise.takes(x) and cos.dtype is torch.float32:
+        return elementwise.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x * cos + turned * sin).to(x.dtype)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from starquill.kernels.activation import gelu_tanh
 from starquill.kernels.attention import MOST_HEAD_DIM, OneToken, attend_one, attends
+from starquill.kernels.elementwise import gelu_tanh, layer_norm
 from starquill.kernels.native import native
 from starquill.nn.attention import AttentionStep, attend_cached
 from starquill.nn.cache import CacheShape, KvCache
@@ -75,6 +75,7 @@ def test_caches_that_torch_attends_to() -> None:
     heads=st.tuples(st.integers(1, 3), st.integers(1, 5)),
     chunks=st.lists(st.integers(2, 150), min_size=1, max_size=4),
     batch=st.integers(1, 3),
+    backwards=st.booleans(),
 )
 def test_many_queries_see_what_torchs_see(
     window: int | None,
@@ -82,6 +83,7 @@ def test_many_queries_see_what_torchs_see(
     heads: tuple[int, int],
     chunks: list[int],
     batch: int,
+    backwards: bool,
 ) -> None:
     """Chunk after chunk through the cache, past the window and over the ring's end."""
     kv_heads, group = heads
@@ -89,6 +91,7 @@ def test_many_queries_see_what_torchs_see(
     generator = torch.Generator().manual_seed(head_dim)
     ours, theirs = KvCache(shape, torch.float32), KvCache(shape, torch.float64)
     slots = torch.arange(batch) + 1
+    slots = slots.flip(0) if backwards else slots
     for chunk in chunks:
         positions = ours.lens[slots][:, None] + torch.arange(chunk)
         angles = torch.rand(batch, 1, chunk, head_dim, generator=generator)
@@ -104,7 +107,7 @@ def test_many_queries_see_what_torchs_see(
             native.select_isa(level)
             ours.lens = lengths.clone()
             plan = ours.plan(slots, positions)
-            assert plan.positions is not None
+            assert plan.many is not None
             kept = [part.clone() for part in ours.layer(0)]
             step = AttentionStep(angles.cos(), angles.sin(), ours, plan)
             out = attend_cached(q, k, v, 0, step)
@@ -126,3 +129,32 @@ def test_gelu_is_torchs() -> None:
         assert bad[0].isnan()
         assert bad[1] == float("inf")
         assert not bad[2] > 0
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 100, 3072])
+def test_layer_norm_is_torchs(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(2, 9, width, generator=generator) * 5 + 100
+    weight, bias = (torch.randn(width, generator=generator) for _ in range(2))
+    expected = F.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-5)
+    for level in native.isa_levels():
+        native.select_isa(level)
+        ours = layer_norm(x, weight, bias, 1e-5)
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)
+    x[0, 3, 0] = float("nan")
+    ours = layer_norm(x, weight, bias, 1e-5)
+    assert ours[0, 3].isnan().all()
+    assert ours[1].isfinite().all()
+
+
+def test_rotation_is_torchs_for_strided_heads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randn(2, 7, 3 * 20, generator=generator)
+    x = flat.view(2, 7, 3, 20).transpose(1, 2)
+    cos, sin = (torch.rand(2, 1, 7, 20, generator=generator) for _ in range(2))
+    expected = rotate(x.double(), cos.double(), sin.double())
+    for level in native.isa_levels():
+        native.select_isa(level)
+        turned = rotate(x, cos, sin)
+        assert turned.is_contiguous()
+        torch.testing.assert_close(turned.double(), expected, rtol=0, atol=1e-6)

@@ -1,0 +1,68 @@
+"""What is done to every value between products, in native code: activation, norm, rotation.
+
+torch would do as well, but on threads of its own, which get in the way of the kernels'.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from starquill.kernels.native import native, serves
+
+
+def takes(x: Tensor) -> bool:
+    """Whether these functions can take `x`: float32 on the CPU without a gradient."""
+    return x.dtype is torch.float32 and serves(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU."""
+    assert native is not None
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    native.gelu_at(x.data_ptr(), y.data_ptr(), x.numel(), torch.get_num_threads())
+    return y
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm over the last dimension; `weight` and `bias` `[D]` contiguous float32."""
+    assert native is not None
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    width = x.shape[-1]
+    native.layer_norm_at(
+        [part.data_ptr() for part in (x, weight, bias, y)],
+        [x.numel() // width, width],
+        eps,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x` `[B, H, T, Dh]` by `cos` and `sin` `[B, 1, T, Dh]`: i pairs with i + Dh/2.
+
+    Contiguous, whatever `x` was.
+    """
+    assert native is not None
+    if x.stride(3) != 1:
+        x = x.contiguous()
+    y = torch.empty(x.shape)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    native.rotation_at(
+        [part.data_ptr() for part in (x, cos, sin, y)],
+        [*x.shape, *x.stride()[:3]],
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """The sum of two tensors of one shape."""
+    assert native is not None
+    x, y = x.contiguous(), y.contiguous()
+    total = torch.empty_like(x)
+    threads = torch.get_num_threads()
+    native.add_at(x.data_ptr(), y.data_ptr(), total.data_ptr(), x.numel(), threads)
+    return total
