@@ -13,6 +13,7 @@ using F = Simd::F;
 using I = Simd::I;
 constexpr int L = Simd::lanes;
 constexpr int kAhead = 4096;      // bytes of weights that are asked for before they are needed
+constexpr int64_t kPlenty = 128;   // bytes left: more than any step reads
 constexpr int kTokens = 4;        // rows of activations that share one reading of weights
 constexpr int kDenseRows = 16;   // rows of float activations whose sums are kept at once
 constexpr int kTile = 6;          // the same in prefill: what fits in registers
@@ -57,7 +58,8 @@ void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_
   const uint8_t* packed = w.packed + row * w.row_bytes();
   F acc[M];
   for (int m = 0; m < M; ++m) acc[m] = Simd::zero();
-  int64_t left = w.row_bytes();
+  int64_t whole = w.row_bytes() / S::stored;  // steps to come, but for one that the end cuts short
+  const int64_t rest = w.row_bytes() % S::stored;
   const int8_t* q = x.q + first * x.q_stride;
   for (int64_t g = 0; g < groups; g += L) {
     const int n = static_cast<int>(lesser<int64_t>(L, groups - g));
@@ -69,7 +71,7 @@ void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_
       factor[m] = Simd::mul(scale, Simd::load(x.scales + group));
       acc[m] = Simd::fma(bias, Simd::load(x.sums + group), acc[m]);
     }
-    for (int s = 0; s < lanes.steps && left > 0; ++s) {
+    const auto step = [&](int s, int64_t left) __attribute__((always_inline)) {
       I planes[S::planes];
       Simd::template unpack<Bits>(packed, left, planes);
       // Rows follow each other: read ahead over the end of this one.
@@ -83,9 +85,12 @@ void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_
         acc[m] = Simd::fma(Simd::to_float(dot), Simd::permute(factor[m], index), acc[m]);
       }
       packed += S::stored;
-      left -= S::stored;
       q += S::elements;
-    }
+    };
+    const int steps = static_cast<int>(lesser<int64_t>(lanes.steps, whole));
+    for (int s = 0; s < steps; ++s) step(s, kPlenty);
+    whole -= steps;
+    if (steps < lanes.steps && rest > 0) step(steps, rest);
   }
   for (int m = 0; m < M; ++m) {
     const float y = Simd::sum(acc[m]);
