@@ -33,6 +33,7 @@ from starquill.types import SamplingParams
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="a checkpoint folder; default: a random one")
+    parser.add_argument("--quant", help="a scheme for our side; theirs stays float32")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=3072)
     parser.add_argument("--prompt", type=int, default=256, help="prompt tokens")
@@ -81,8 +82,8 @@ def seconds(action: Callable[[], object]) -> float:
 class Ours:
     name = "starquill"
 
-    def __init__(self, folder: Path) -> None:
-        self.model: LoadedModel = load(folder)
+    def __init__(self, folder: Path, quant: str | None) -> None:
+        self.model: LoadedModel = load(folder, quant=quant)
 
     def prefill(self, ids: list[int]) -> None:
         Runner(self.model, prefill_chunk=len(ids)).prefill(0, ids, len(ids))
@@ -118,7 +119,7 @@ class Theirs:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    sides: list[Ours | Theirs] = [Ours(folder), Theirs(folder)]
+    sides: list[Ours | Theirs] = [Ours(folder, options.quant), Theirs(folder)]
     vocab_size = sides[0].model.config.vocab_size
     ids = torch.randint(1, vocab_size, (options.prompt,)).tolist()
     times: dict[str, dict[str, list[float]]] = {

@@ -29,10 +29,9 @@ SIDES = ("starquill", "mistralrs")
 
 
 def load_ours(folder: str, quant: str) -> dict[str, Any]:
-    from quantization import stored_bytes
-
     import starquill
     from starquill.checkpoint.build import expected_tensors
+    from starquill.nn.linear import Embedding, Linear
 
     started = time.perf_counter()
     loaded = starquill.load(folder, quant=quant)
@@ -41,7 +40,9 @@ def load_ours(folder: str, quant: str) -> dict[str, Any]:
     if loaded.config.tie_word_embeddings is not False:
         del shapes["lm_head.weight"]
     sizes = sorted(rows * columns for rows, columns in (s for s in shapes.values() if len(s) == 2))
-    quantized = stored_bytes(loaded.model)
+    modules = [m for m in loaded.model.modules() if isinstance(m, Linear | Embedding)]
+    quantized = sum({id(m.weight): m.weight.nbytes for m in modules}.values())
+    quantized += sum(p.numel() * p.element_size() for p in loaded.model.parameters())
     bound = quantized + 4 * sum(sizes[-2:]) + OVERHEAD
     return {"seconds": seconds, "quantized": quantized, "bound": bound}
 

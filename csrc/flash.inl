@@ -29,7 +29,19 @@ void gemm_block(const float* a, int64_t lda, const float* b, int64_t ldb, float*
     for (int v = 0; v < kVectors; ++v) Simd::store(c + r * ldc + v * L, acc[r][v]);
 }
 
-// The same for any rows and columns; columns past the last whole block one by one.
+// The same for any rows of the columns past the last whole block, one by one.
+__attribute__((noinline)) void gemm_rest(const float* a, int64_t lda, const float* b, int64_t ldb,
+                                         float* c, int64_t ldc, int64_t rows, int64_t columns,
+                                         int64_t depth, bool add) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t column = 0; column < columns; ++column) {
+      float sum = add ? c[i * ldc + column] : 0;
+      for (int64_t k = 0; k < depth; ++k) sum += a[i * lda + k] * b[k * ldb + column];
+      c[i * ldc + column] = sum;
+    }
+}
+
+// The same for any rows and columns.
 void gemm(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
           int64_t rows, int64_t columns, int64_t depth, bool add) {
   constexpr int kColumns = kVectors * L;
@@ -44,12 +56,8 @@ void gemm(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, in
           gemm_block<1>(a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc, depth, add);
       }
     }
-    for (int64_t i = r; i < r + some; ++i)
-      for (int64_t column = j; column < columns; ++column) {
-        float sum = add ? c[i * ldc + column] : 0;
-        for (int64_t k = 0; k < depth; ++k) sum += a[i * lda + k] * b[k * ldb + column];
-        c[i * ldc + column] = sum;
-      }
+    if (j < columns)
+      gemm_rest(a + r * lda, lda, b + j, ldb, c + r * ldc + j, ldc, some, columns - j, depth, add);
   }
 }
 

@@ -105,6 +105,20 @@ class AffineHandle {
     affine_matmul(weight_, job, exact, threads);
   }
 
+  // The matrix as `experts` of equal height, one behind the other; `counts` int64, one for each.
+  void experts_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 2>& shape, bool exact,
+                  int threads) const {
+    const auto [experts, x_rows] = shape;
+    check(experts > 0 && weight_.rows % experts == 0, "the experts are not of equal height");
+    Affine first = weight_;
+    first.rows = weight_.rows / experts;
+    const Product job{reinterpret_cast<const float*>(at[0]), x_rows, weight_.width,
+                      reinterpret_cast<const float*>(at[2]), reinterpret_cast<float*>(at[3]),
+                      first.rows};
+    nb::gil_scoped_release free;
+    affine_experts(first, reinterpret_cast<const int64_t*>(at[1]), experts, job, exact, threads);
+  }
+
   void dequantize(const Out& out, int threads) const {
     check(static_cast<int64_t>(out.shape(0)) == weight_.rows &&
               static_cast<int64_t>(out.shape(1)) == weight_.width && out.stride(1) == 1 &&
@@ -263,5 +277,6 @@ NB_MODULE(_native, m) {
       .def("matmul", &AffineHandle::matmul, buffer, nb::arg().none().noconvert(), buffer, nb::arg(),
            nb::arg())
       .def("matmul_at", &AffineHandle::matmul_at)
+      .def("experts_at", &AffineHandle::experts_at)
       .def("dequantize", &AffineHandle::dequantize, buffer, nb::arg());
 }

@@ -129,6 +129,22 @@ void affine_matmul(const Affine& w, const Product& job, bool exact, int threads)
   }
 }
 
+void affine_experts(const Affine& weight, const int64_t* counts, int64_t experts, const Product& job,
+                    bool exact, int threads) {
+  Affine w = weight;
+  Product part = job;
+  const int64_t scale_bytes = w.scale_type == Float::f32 ? 4 : 2;
+  for (int64_t e = 0; e < experts; ++e) {
+    part.x_rows = counts[e];
+    if (counts[e] > 0) affine_matmul(w, part, exact, threads);
+    part.x += counts[e] * part.x_stride;
+    part.out += counts[e] * part.out_stride;
+    w.packed += w.rows * w.row_bytes();
+    w.scales = static_cast<const uint8_t*>(w.scales) + w.rows * w.groups() * scale_bytes;
+    w.biases = static_cast<const uint8_t*>(w.biases) + w.rows * w.groups() * scale_bytes;
+  }
+}
+
 void affine_dequantize(const Affine& w, float* out, int threads) {
   parallel_for(threads, w.rows, grain(w.rows, threads, 16),
                [&](int64_t begin, int64_t end) { kernels->dequantize(w, out, begin, end); });

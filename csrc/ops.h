@@ -24,6 +24,10 @@ struct Product {
 };
 
 void affine_matmul(const Affine&, const Product&, bool exact, int threads);
+// A stack of matrices, [experts, rows, width] one behind the other, each times its own rows of x:
+// the first counts[0] for the first, and so on. `weight` is the first; `bias` goes to all of them.
+void affine_experts(const Affine& weight, const int64_t* counts, int64_t experts, const Product&,
+                    bool exact, int threads);
 void affine_dequantize(const Affine&, float* out, int threads);
 void dense_matmul(const uint16_t* weight, Float type, int64_t rows, int64_t width, const Product&,
                   int threads);

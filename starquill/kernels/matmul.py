@@ -51,6 +51,26 @@ class AffineKernel:
         )
         return out if x.dtype is torch.float32 else out.to(x.dtype)
 
+    def matmul_experts(self, x: Tensor, counts: Tensor, exact: bool) -> Tensor:
+        """The matrix as a stack of experts, each times its own rows of `x` `[N, in]`.
+
+        `counts` `[E]` int64 says how many rows each has; they lie in the experts' order. Returns
+        `[N, out/E]` in x's dtype.
+        """
+        outputs, inputs = self._shape
+        experts, rows = counts.numel(), as_rows(x)
+        if x.shape[1] != inputs or int(counts.sum()) != x.shape[0]:
+            raise ValueError(f"x {list(x.shape)} does not fit experts {list(self._shape)}")
+        counts = counts.contiguous()
+        out = torch.empty(x.shape[0], outputs // experts)
+        self._native.experts_at(
+            [rows.data_ptr(), counts.data_ptr(), 0, out.data_ptr()],
+            [experts, x.shape[0]],
+            exact,
+            torch.get_num_threads(),
+        )
+        return out if x.dtype is torch.float32 else out.to(x.dtype)
+
     def dequantize(self) -> Tensor:
         """The matrix `[out, in]` in float32."""
         out = torch.empty(self._shape)

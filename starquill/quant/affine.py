@@ -84,15 +84,19 @@ class AffineWeight:
 
     @cached_property
     def _kernel(self) -> AffineKernel | None:
-        if not serves(self.packed) or self.packed.dim() != 2:
+        """The matrix, or a stack of experts one behind the other."""
+        if not serves(self.packed):
             return None
         dtype = torch.promote_types(self.scales.dtype, self.biases.dtype)
-        scales, biases = (part.to(dtype).contiguous() for part in (self.scales, self.biases))
-        return AffineKernel(self.packed.contiguous(), scales, biases, self.bits, self.group)
+        packed, scales, biases = (
+            part.flatten(0, -2).contiguous()
+            for part in (self.packed, self.scales.to(dtype), self.biases.to(dtype))
+        )
+        return AffineKernel(packed, scales, biases, self.bits, self.group)
 
     def dequantize(self) -> Tensor:
         if self._kernel is not None:
-            return self._kernel.dequantize().to(self.dtype)
+            return self._kernel.dequantize().view(self.shape).to(self.dtype)
         q = self.integers().unflatten(-1, (-1, self.group)).float()
         values = q * self.scales.float()[..., None] + self.biases.float()[..., None]
         return values.flatten(-2).to(self.dtype)
@@ -109,3 +113,19 @@ class AffineWeight:
     def _in_bands(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product in plain torch."""
         return in_bands(self.shape[0], x, bias, lambda start, end: self[start:end].dequantize())
+
+    def matmul_experts(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Each row of `x` `[N, in]` times the matrix of its expert, `experts` `[N]` int64.
+
+        Of a stack `[E, out, in]`. Rows are grouped by expert, weights are read where they lie.
+        Returns `[N, out]`.
+        """
+        order = experts.argsort(stable=True)
+        counts = experts.bincount(minlength=self.shape[0])
+        grouped = x[order]
+        if self._kernel is not None and serves(x):
+            y = self._kernel.matmul_experts(grouped, counts, self.exact)
+        else:
+            parts = grouped.split(counts.tolist())
+            y = torch.cat([self[e].matmul(part) for e, part in enumerate(parts)])
+        return torch.empty_like(y).index_copy_(0, order, y)

@@ -217,3 +217,30 @@ def test_a_forked_child_computes() -> None:
     if child == 0:
         os._exit(0 if torch.equal(weight.matmul(x), expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("bits", BITS)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_experts_multiply_their_own_rows(bits: int, data: st.DataObject) -> None:
+    """Many tokens of one expert, none of another, in any order; also in plain torch."""
+    experts, rows = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 40))
+    group, tokens = data.draw(st.sampled_from(GROUPS)), data.draw(st.integers(0, 60))
+    flat = _weight(experts * rows, 3, bits, group, tokens)
+    parts = (part.unflatten(0, (experts, rows)) for part in (flat.packed, flat.scales, flat.biases))
+    stack = AffineWeight(*parts, bits, group)
+    chosen = torch.tensor(
+        data.draw(st.lists(st.integers(0, experts - 1), min_size=tokens, max_size=tokens)),
+        dtype=torch.int64,
+    )
+    x = torch.randn(tokens, 3 * group, generator=torch.Generator().manual_seed(tokens))
+    for level in LEVELS:
+        native.select_isa(level)
+        for exact in (False, True):
+            weight = stack.computing(torch.float32, exact=exact)
+            alone = [weight[e].matmul(x) for e in range(experts)]
+            expected = [alone[int(e)][i] for i, e in enumerate(chosen)]
+            found = weight.matmul_experts(x, chosen)
+            assert found.shape == (tokens, rows)
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
