@@ -63,12 +63,8 @@ class MlxSource:
         packing = self._packings.get(module) if name.endswith(".weight") else None
         if packing is None:
             return self._files.read(name)
-        weight, scales, biases = (
-            self._files.read(f"{module}.{part}") for part in ("weight", "scales", "biases")
-        )
-        assert isinstance(weight, Tensor)
-        assert isinstance(scales, Tensor)
-        assert isinstance(biases, Tensor)
+        weight = self._files.map(f"{module}.weight")  # the kernels read it as it is stored
+        scales, biases = (self._files.read(f"{module}.{part}") for part in ("scales", "biases"))
         packed = weight.view(torch.uint8)
         return AffineWeight(packed, scales, biases, packing.bits, packing.group)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from starquill.errors import CheckpointError, UnsupportedError, listing
 from starquill.quant.affine import AffineWeight
 from starquill.quant.weight import PermutedWeight
 
+_MAPPED_FROM = 1 << 20  # bytes
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _DTYPES = {
@@ -75,6 +77,8 @@ class DenseSource(Protocol):
 
     def read(self, name: str) -> Tensor: ...
 
+    def map(self, name: str) -> Tensor: ...
+
 
 @dataclass(frozen=True)
 class _Location:
@@ -87,8 +91,8 @@ class _Location:
 class SafetensorsSource:
     """One or many safetensors files, each tensor belonging to exactly one of them.
 
-    Tensors are read, not mapped: what is read is what is resident, and a file larger than
-    memory opens like any other.
+    Tensors are read, unless `map` is asked for: what is read is what is resident, and a file
+    larger than memory opens like any other.
     """
 
     def __init__(self, place: dict[str, Path], headers: dict[Path, dict[str, _Location]]) -> None:
@@ -109,22 +113,51 @@ class SafetensorsSource:
         self.infos = {name: location.info for name, location in self._locations.items()}
 
     def read(self, name: str) -> Tensor:
-        location, path = self._locations[name], self._place[name]
-        dtype = _DTYPES.get(location.info.dtype)
-        if dtype is None:
-            raise UnsupportedError(f"{path}: {name} is {location.info.dtype}, which is not read")
-        count = location.info.nbytes
+        """One tensor, in memory of its own."""
+        count, path = self._size(name), self._place[name]
         # torch's memory begins at a cache line, numpy's does not: kernels read it a third faster.
         data = torch.empty(count, dtype=torch.uint8)
         try:
             with path.open("rb", buffering=0) as file:
-                file.seek(location.start)
+                file.seek(self._locations[name].start)
                 done = _read_into(file, memoryview(data.numpy().data))
         except OSError as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {error.strerror}") from None
         if done != count:
             raise CheckpointError(f"{path} became shorter while it was read")
-        return data.view(dtype).reshape(location.info.shape)
+        return self._shaped(name, data)
+
+    def map(self, name: str) -> Tensor:
+        """One tensor, mapped from its file: for what is kept just as it is stored.
+
+        Writing to it changes memory alone. The system reads ahead.
+        """
+        count, path = self._size(name), self._place[name]
+        if count < _MAPPED_FROM:
+            return self.read(name)
+        start = self._locations[name].start
+        first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        try:
+            with path.open("rb") as file:
+                length = start + count - first
+                mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=first)
+        except (OSError, ValueError) as error:  # ValueError: past the file's end
+            raise CheckpointError(f"{path}: {name} cannot be mapped: {error}") from None
+        if hasattr(mmap, "MADV_WILLNEED"):
+            mapped.madvise(mmap.MADV_WILLNEED)
+        data = torch.frombuffer(mapped, dtype=torch.uint8, offset=start - first, count=count)
+        return self._shaped(name, data)
+
+    def _size(self, name: str) -> int:
+        info = self._locations[name].info
+        if info.dtype not in _DTYPES:
+            path = self._place[name]
+            raise UnsupportedError(f"{path}: {name} is {info.dtype}, which is not read")
+        return info.nbytes
+
+    def _shaped(self, name: str, data: Tensor) -> Tensor:
+        info = self._locations[name].info
+        return data.view(_DTYPES[info.dtype]).reshape(info.shape)
 
 
 def _read_into(file: FileIO, buffer: memoryview) -> int:
@@ -178,6 +211,8 @@ class HeaderSource:
 
     def read(self, name: str) -> Tensor:
         raise AssertionError(f"{name} is known by its header alone")
+
+    map = read
 
 
 def open_headers(files: ModelFiles) -> SafetensorsSource | HeaderSource:
