@@ -78,7 +78,7 @@ void dequantize_row(const Affine& w, int64_t row, float* out) {
 }
 
 void dequantize(const Affine& w, float* out, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) dequantize_row(w, row, out + row * w.width);
+  for (int64_t row = begin; row < end; ++row) dequantize_row(w, row, out + (row - begin) * w.width);
 }
 
 // Float32 activations: a row of weights is written out, then multiplied with every row of `x`.

@@ -172,7 +172,7 @@ struct Kernels {
                                int64_t begin, int64_t end);
   void (*decode)(const Matmul&, int64_t begin, int64_t end);
   void (*prefill)(const Matmul&, int64_t begin, int64_t end, uint8_t* scratch);
-  void (*dequantize)(const Affine&, float* out, int64_t begin, int64_t end);
+  void (*dequantize)(const Affine&, float* out, int64_t begin, int64_t end);  // out: row `begin`
   void (*exact)(const Exact&, int64_t begin, int64_t end, float* scratch);  // [width] scratch
   void (*dense)(const DenseMatmul&, int64_t begin, int64_t end);
   void (*attend)(const Attention&, int64_t begin, int64_t end);  // of rows times key heads

@@ -94,8 +94,9 @@ class AffineHandle {
     affine_matmul(weight_, job, exact, threads);
   }
 
-  // Where Python has checked the buffers: a step has hundreds of products, and each DLPack exchange
-  // takes microseconds. Both are contiguous float32; bias too, or null.
+  // Where Python has checked the buffers: a step has hundreds of products, each DLPack exchange takes
+  // microseconds, and Python code that it runs would lose a KeyboardInterrupt. Both are contiguous
+  // float32; bias too, or null.
   void matmul_at(uintptr_t x, int64_t x_rows, uintptr_t bias, uintptr_t out, bool exact,
                  int threads) const {
     const Product job{reinterpret_cast<const float*>(x), x_rows, weight_.width,
@@ -117,6 +118,12 @@ class AffineHandle {
                       first.rows};
     nb::gil_scoped_release free;
     affine_experts(first, reinterpret_cast<const int64_t*>(at[1]), experts, job, exact, threads);
+  }
+
+  void rows_at(uintptr_t ids, int64_t count, uintptr_t out, int threads) const {
+    nb::gil_scoped_release free;
+    affine_rows(weight_, reinterpret_cast<const int64_t*>(ids), count, reinterpret_cast<float*>(out),
+                threads);
   }
 
   void dequantize(const Out& out, int threads) const {
@@ -145,10 +152,11 @@ void dense_matmul_at(const std::array<uintptr_t, 4>& at, const std::array<int64_
                width, job, threads);
 }
 
-float largest_of(const Buffer& weight, int threads) {
-  const Float type = float_type(weight);
+// `type` counts as `Float` does: float32, float16, bfloat16.
+float largest_at(uintptr_t weight, int type, int64_t count, int threads) {
+  check(type >= 0 && type <= 2, "type is not 0, 1 or 2");
   nb::gil_scoped_release free;
-  return largest(weight.data(), type, static_cast<int64_t>(weight.size()), threads);
+  return largest(reinterpret_cast<const void*>(weight), static_cast<Float>(type), count, threads);
 }
 
 // `settings` are bits, group and whether hqq; `shares` of the range are tried. Writes packed, scales
@@ -262,7 +270,7 @@ NB_MODULE(_native, m) {
   // No conversions: a silent copy of an output would be written instead of it.
   const auto buffer = nb::arg().noconvert();
   m.def("dense_matmul_at", &dense_matmul_at);
-  m.def("largest", &largest_of, buffer, nb::arg());
+  m.def("largest_at", &largest_at);
   m.def("quantize", &quantize_buffers, buffer, nb::arg(), nb::arg(), nb::arg().none().noconvert(), nb::arg(),
         buffer, buffer, buffer, nb::arg());
   m.def("attend_at", &attend_at);
@@ -277,6 +285,7 @@ NB_MODULE(_native, m) {
       .def("matmul", &AffineHandle::matmul, buffer, nb::arg().none().noconvert(), buffer, nb::arg(),
            nb::arg())
       .def("matmul_at", &AffineHandle::matmul_at)
+      .def("rows_at", &AffineHandle::rows_at)
       .def("experts_at", &AffineHandle::experts_at)
       .def("dequantize", &AffineHandle::dequantize, buffer, nb::arg());
 }

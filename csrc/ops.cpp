@@ -147,7 +147,18 @@ void affine_experts(const Affine& weight, const int64_t* counts, int64_t experts
 
 void affine_dequantize(const Affine& w, float* out, int threads) {
   parallel_for(threads, w.rows, grain(w.rows, threads, 16),
-               [&](int64_t begin, int64_t end) { kernels->dequantize(w, out, begin, end); });
+               [&](int64_t begin, int64_t end) {
+                 kernels->dequantize(w, out + begin * w.width, begin, end);
+               });
+}
+
+void affine_rows(const Affine& w, const int64_t* ids, int64_t count, float* out, int threads) {
+  for (int64_t i = 0; i < count; ++i)
+    if (ids[i] < 0 || ids[i] >= w.rows) throw std::out_of_range("a row is not in the matrix");
+  parallel_for(threads, count, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      kernels->dequantize(w, out + i * w.width, ids[i], ids[i] + 1);
+  });
 }
 
 void dense_matmul(const uint16_t* weight, Float type, int64_t rows, int64_t width, const Product& job,

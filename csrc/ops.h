@@ -29,6 +29,8 @@ void affine_matmul(const Affine&, const Product&, bool exact, int threads);
 void affine_experts(const Affine& weight, const int64_t* counts, int64_t experts, const Product&,
                     bool exact, int threads);
 void affine_dequantize(const Affine&, float* out, int threads);
+// Rows `ids` of a weight to out [count, width]; throws std::out_of_range.
+void affine_rows(const Affine&, const int64_t* ids, int64_t count, float* out, int threads);
 void dense_matmul(const uint16_t* weight, Float type, int64_t rows, int64_t width, const Product&,
                   int threads);
 void quantize(const Quantize&, int64_t rows, int threads);

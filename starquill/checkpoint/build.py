@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from starquill.checkpoint.source import TensorInfo, WeightSource
 from starquill.errors import CheckpointError, NumericsError, listing
-from starquill.kernels.native import serves
-from starquill.kernels.quantize import largest
+from starquill.kernels.native import is_float, largest, serves
 from starquill.models.spec import ArchSpec, ModelConfig
 from starquill.nn.linear import Embedding, Linear
 from starquill.quant.affine import AffineWeight
@@ -197,7 +196,7 @@ def _check_finite(tensor: Tensor, name: str) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    if tensor.dtype in (torch.float32, *TWO_BYTES) and serves(tensor):
+    if is_float(tensor) and serves(tensor):
         return math.isfinite(largest(tensor))
     low, high = tensor.aminmax()  # both are NaN if any value is
     return bool(low.isfinite() and high.isfinite())

@@ -53,11 +53,26 @@ def serves(tensor: Tensor) -> bool:
     return not (tensor.requires_grad and torch.is_grad_enabled())
 
 
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in csrc/kernels.h
+
+
+def largest(tensor: Tensor, threads: int | None = None) -> float:
+    """The largest magnitude; NaN or infinity if there is one. For what `serves` and `is_float`."""
+    assert native is not None
+    data = tensor.contiguous()
+    count = threads or torch.get_num_threads()
+    return float(native.largest_at(data.data_ptr(), _TYPES[data.dtype], data.numel(), count))
+
+
+def is_float(tensor: Tensor) -> bool:
+    """Whether native code knows its type: float32, float16 or bfloat16."""
+    return tensor.dtype in _TYPES
+
+
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all values are; for one row of logits without waking torch's threads."""
-    if tensor.dtype is torch.float32 and serves(tensor) and tensor.is_contiguous():
-        assert native is not None
-        return math.isfinite(native.largest(tensor, 1))
+    """Whether all values are, without waking torch's threads."""
+    if is_float(tensor) and serves(tensor):
+        return math.isfinite(largest(tensor, 1))
     return bool(torch.isfinite(tensor).all())
 
 

@@ -10,12 +10,6 @@ from torch import Tensor
 from starquill.kernels.native import native
 
 
-def largest(weight: Tensor) -> float:
-    """The largest magnitude; NaN or infinity if there is one."""
-    assert native is not None
-    return float(native.largest(weight.detach().contiguous(), torch.get_num_threads()))
-
-
 def fit_groups(
     weight: Tensor,
     settings: tuple[int, int, bool],

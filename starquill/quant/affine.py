@@ -102,6 +102,8 @@ class AffineWeight:
         return values.flatten(-2).to(self.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
+        if self._kernel is not None and ids.dtype is torch.int64:
+            return self._kernel.rows(ids).to(self.dtype)
         return self[ids.flatten()].dequantize().unflatten(0, ids.shape)
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from starquill.errors import NumericsError
 from starquill.kernels import quantize as kernel
-from starquill.kernels.native import serves
+from starquill.kernels.native import is_float, serves
+from starquill.kernels.native import largest as native_largest
 from starquill.quant.affine import AffineWeight, pack
 from starquill.quant.feedback import refine
 from starquill.quant.groups import Fit, Groups
@@ -78,9 +79,9 @@ def quantize(
     are chosen for the rounded ones. `in` must be a multiple of the scheme's group. Raises
     NumericsError for values that are not finite.
     """
-    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if not is_float(weight):
         weight = weight.float()
-    largest = kernel.largest(weight) if serves(weight) else float(weight.abs().max())
+    largest = native_largest(weight) if serves(weight) else float(weight.abs().max())
     if not largest < float("inf"):  # NaN compares false too
         raise NumericsError("the tensor has values that are not finite")
     halves = _FLOAT16_LEAST <= largest <= _FLOAT16_MOST or largest == 0

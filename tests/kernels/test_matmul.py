@@ -244,3 +244,13 @@ def test_experts_multiply_their_own_rows(bits: int, data: st.DataObject) -> None
             assert found.shape == (tokens, rows)
             for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+def test_rows_are_looked_up(isa: str) -> None:
+    for bits in BITS:
+        weight = _weight(9, 3, bits, 32)
+        ids = torch.tensor([[3, 0, 8], [3, 3, 1]])
+        assert torch.equal(weight.rows(ids), weight.dequantize()[ids])
+    for bad in (-1, 9):
+        with pytest.raises(IndexError, match="row"):
+            weight.rows(torch.tensor([0, bad]))
