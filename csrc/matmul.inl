@@ -56,8 +56,8 @@ void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_
   const Activations& x = job.x;
   const int64_t groups = w.groups(), at = row * groups;
   const uint8_t* packed = w.packed + row * w.row_bytes();
-  F acc[M];
-  for (int m = 0; m < M; ++m) acc[m] = Simd::zero();
+  F acc[M], other[M];  // two sums, for the latency of an addition
+  for (int m = 0; m < M; ++m) acc[m] = other[m] = Simd::zero();
   int64_t whole = w.row_bytes() / S::stored;  // steps to come, but for one that the end cuts short
   const int64_t rest = w.row_bytes() % S::stored;
   const int8_t* q = x.q + first * x.q_stride;
@@ -71,7 +71,7 @@ void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_
       factor[m] = Simd::mul(scale, Simd::load(x.scales + group));
       acc[m] = Simd::fma(bias, Simd::load(x.sums + group), acc[m]);
     }
-    const auto step = [&](int s, int64_t left) __attribute__((always_inline)) {
+    const auto step = [&](int s, int64_t left, F* to) __attribute__((always_inline)) {
       I planes[S::planes];
       Simd::template unpack<Bits>(packed, left, planes);
       // Rows follow each other: read ahead over the end of this one.
@@ -82,18 +82,23 @@ void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_
         for (int p = 0; p < S::planes; ++p)
           dot = Simd::template dot<Bits>(dot, planes[p],
                                          Simd::load_i(q + m * x.q_stride + p * Simd::bytes));
-        acc[m] = Simd::fma(Simd::to_float(dot), Simd::permute(factor[m], index), acc[m]);
+        to[m] = Simd::fma(Simd::to_float(dot), Simd::permute(factor[m], index), to[m]);
       }
       packed += S::stored;
       q += S::elements;
     };
     const int steps = static_cast<int>(lesser<int64_t>(lanes.steps, whole));
-    for (int s = 0; s < steps; ++s) step(s, kPlenty);
+    int s = 0;
+    for (; s + 2 <= steps; s += 2) {
+      step(s, kPlenty, acc);
+      step(s + 1, kPlenty, other);
+    }
+    if (s < steps) step(s, kPlenty, acc);
     whole -= steps;
-    if (steps < lanes.steps && rest > 0) step(steps, rest);
+    if (steps < lanes.steps && rest > 0) step(steps, rest, acc);
   }
   for (int m = 0; m < M; ++m) {
-    const float y = Simd::sum(acc[m]);
+    const float y = Simd::sum(Simd::add(acc[m], other[m]));
     job.out[(first + m) * job.out_stride + row] = job.bias ? y + job.bias[row] : y;
   }
 }

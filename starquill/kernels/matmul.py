@@ -72,7 +72,7 @@ class AffineKernel:
         return out if x.dtype is torch.float32 else out.to(x.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 `[...]`, as `[..., in]` float32. IndexError for one that is not there."""
+        """Rows `ids` int64 `[...]`, as `[..., in]` float32; IndexError for one not there."""
         ids = ids.contiguous()
         out = torch.empty((*ids.shape, self._shape[1]))
         self._native.rows_at(ids.data_ptr(), ids.numel(), out.data_ptr(), torch.get_num_threads())
