@@ -19,8 +19,12 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.bias = nn.Parameter(empty.clone(), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
+        # Past torch's hooks and its slow look-up of parameters, as `Linear` does.
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        assert weight is not None
+        assert bias is not None
         if elementwise.takes(x):
-            return elementwise.layer_norm(x, self.weight, self.bias, self.eps)
-        y = F.layer_norm(x.float(), (x.shape[-1],), self.weight, self.bias, self.eps)
+            return elementwise.layer_norm(x, weight, bias, self.eps)
+        y = F.layer_norm(x.float(), (x.shape[-1],), weight, bias, self.eps)
         return y.to(x.dtype)
