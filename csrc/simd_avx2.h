@@ -100,16 +100,18 @@ struct Simd {
       // Eight values are `Bits` whole bytes, which a bit deposit spreads to eight.
       constexpr uint64_t low = 0x0101010101010101ull * ((1 << Bits) - 1);
       uint64_t values[4];
-      uint8_t some[4 * Bits + 8] = {};
+      uint8_t some[4 * Bits] = {};
       const uint8_t* from = p;
-      if (n < 3 * Bits + 8) {  // an eight-byte read of the last would pass the row's end
-        std::memcpy(some, p, n < 4 * Bits ? n : 4 * Bits);
+      if (n < 4 * Bits) {
+        std::memcpy(some, p, n);
         from = some;
       }
       for (int i = 0; i < 4; ++i) {
+        // Eight bytes that do not pass the step's end: nothing may lie behind a row.
+        const int at = i * Bits < 4 * Bits - 8 ? i * Bits : 4 * Bits - 8;
         uint64_t eight;
-        std::memcpy(&eight, from + i * Bits, 8);
-        values[i] = _pdep_u64(eight, low);
+        std::memcpy(&eight, from + at, 8);
+        values[i] = _pdep_u64(eight >> (8 * (i * Bits - at)), low);
       }
       out[0] = _mm256_set_epi64x(values[3], values[2], values[1], values[0]);
     }
