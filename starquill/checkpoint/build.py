@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from starquill.checkpoint.source import TensorInfo, WeightSource
 from starquill.errors import CheckpointError, NumericsError, listing
-from starquill.kernels.native import is_float, largest, serves
+from starquill.kernels.native import is_finite
 from starquill.models.spec import ArchSpec, ModelConfig
 from starquill.nn.linear import Embedding, Linear
 from starquill.quant.affine import AffineWeight
@@ -184,22 +183,15 @@ def assign(model: nn.Module, name: str, value: Stored, computing: Computing) -> 
 def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     _check_finite(tensor, name)
     converted = tensor.to(dtype)
-    if tensor.dtype != dtype and dtype != torch.float32 and not _is_finite(converted):
+    if tensor.dtype != dtype and dtype != torch.float32 and not is_finite(converted):
         kind = str(dtype).removeprefix("torch.")
         raise NumericsError(f"{name} has values that {kind} cannot hold; use --dtype float32")
     return converted
 
 
 def _check_finite(tensor: Tensor, name: str) -> None:
-    if not _is_finite(tensor):
+    if not is_finite(tensor):
         raise CheckpointError(f"{name} has values that are not finite: the file is damaged")
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if is_float(tensor) and serves(tensor):
-        return math.isfinite(largest(tensor))
-    low, high = tensor.aminmax()  # both are NaN if any value is
-    return bool(low.isfinite() and high.isfinite())
 
 
 def _same_tensor(model: nn.Module, spec: ArchSpec) -> bool:

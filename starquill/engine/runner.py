@@ -62,7 +62,7 @@ class Runner:
     @torch.inference_mode()
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.loaded.model.logits(hidden)  # [B, V]
-        if not is_finite(logits):
+        if not is_finite(logits, threads=1):
             dtype = str(self.loaded.dtype).removeprefix("torch.")
             remedy = "the weights are damaged" if dtype == "float32" else "try --dtype float32"
             raise NumericsError(
