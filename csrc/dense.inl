@@ -41,17 +41,23 @@ void dot_all(Load load, const float* x, int64_t rows, int64_t stride, int64_t wi
     }
 }
 
-void dense(const DenseMatmul& job, int64_t begin, int64_t end) {
+// Row `row` of a weight, which `load` gives, with every row of x.
+template <class Load>
+void multiply_row(Load load, const Product& job, int64_t width, int64_t row) {
   float sums[kDenseRows];
+  for (int64_t m = 0; m < job.x_rows; m += kDenseRows) {
+    const int64_t n = lesser<int64_t>(kDenseRows, job.x_rows - m);
+    dot_all(load, job.x + m * job.x_stride, n, job.x_stride, width, sums);
+    for (int64_t k = 0; k < n; ++k)
+      job.out[(m + k) * job.out_stride + row] = job.bias ? sums[k] + job.bias[row] : sums[k];
+  }
+}
+
+void dense(const DenseMatmul& job, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const uint16_t* w = job.weight + row * job.width;
-    for (int64_t m = 0; m < job.x_rows; m += kDenseRows) {
-      const int64_t n = lesser<int64_t>(kDenseRows, job.x_rows - m);
-      auto load = [&](int64_t i, int count) { return Simd::load_floats(w, job.type, i, count); };
-      dot_all(load, job.x + m * job.x_stride, n, job.x_stride, job.width, sums);
-      for (int64_t k = 0; k < n; ++k)
-        job.out[(m + k) * job.out_stride + row] = job.bias ? sums[k] + job.bias[row] : sums[k];
-    }
+    auto load = [&](int64_t i, int count) { return Simd::load_floats(w, job.type, i, count); };
+    multiply_row(load, job.rows, job.width, row);
   }
 }
 
@@ -83,18 +89,10 @@ void dequantize(const Affine& w, float* out, int64_t begin, int64_t end) {
 
 // Float32 activations: a row of weights is written out, then multiplied with every row of `x`.
 void exact(const Exact& job, int64_t begin, int64_t end, float* scratch) {
-  float sums[kDenseRows];
+  auto load = [&](int64_t i, int count) { return Simd::load_floats(scratch, Float::f32, i, count); };
   for (int64_t row = begin; row < end; ++row) {
     dequantize_row(job.weight, row, scratch);
-    for (int64_t m = 0; m < job.x_rows; m += kDenseRows) {
-      const int64_t n = lesser<int64_t>(kDenseRows, job.x_rows - m);
-      auto load = [&](int64_t i, int count) {
-        return Simd::load_floats(scratch, Float::f32, i, count);
-      };
-      dot_all(load, job.x + m * job.x_stride, n, job.x_stride, job.weight.width, sums);
-      for (int64_t k = 0; k < n; ++k)
-        job.out[(m + k) * job.out_stride + row] = job.bias ? sums[k] + job.bias[row] : sums[k];
-    }
+    multiply_row(load, job.rows, job.weight.width, row);
   }
 }
 

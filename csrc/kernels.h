@@ -44,11 +44,8 @@ struct Matmul {
   int64_t out_stride;
 };
 
-// A dense matrix in two-byte floats times float32 rows; `x_stride` floats a row.
-struct DenseMatmul {
-  const uint16_t* weight;
-  Float type;
-  int64_t width;
+// Rows of x [m, width] float32, `x_stride` floats apart, times a weight, into out [m, rows].
+struct Product {
   const float* x;
   int64_t x_rows;
   int64_t x_stride;
@@ -57,15 +54,18 @@ struct DenseMatmul {
   int64_t out_stride;
 };
 
+// A product with a dense matrix in two-byte floats.
+struct DenseMatmul {
+  const uint16_t* weight;
+  Float type;
+  int64_t width;
+  Product rows;
+};
+
 // The same with a quantized matrix whose values are written out, for activations as they are.
 struct Exact {
   Affine weight;
-  const float* x;
-  int64_t x_rows;
-  int64_t x_stride;
-  const float* bias;  // or null
-  float* out;
-  int64_t out_stride;
+  Product rows;
 };
 
 // Finding scales, biases and integers for a dense matrix: see quantize.inl.

@@ -106,7 +106,7 @@ void select_isa(const std::string& name) { kernels = by_name(name); }
 void affine_matmul(const Affine& w, const Product& job, bool exact, int threads) {
   const Kernels& k = *kernels;
   if (exact) {
-    const Exact all{w, job.x, job.x_rows, job.x_stride, job.bias, job.out, job.out_stride};
+    const Exact all{w, job};
     return parallel_for(threads, w.rows, grain(w.rows, threads, 16), [&](int64_t begin, int64_t end) {
       float* scratch = reinterpret_cast<float*>(row_scratch.take(4 * w.width));
       k.exact(all, begin, end, scratch);
@@ -163,8 +163,7 @@ void affine_rows(const Affine& w, const int64_t* ids, int64_t count, float* out,
 
 void dense_matmul(const uint16_t* weight, Float type, int64_t rows, int64_t width, const Product& job,
                   int threads) {
-  const DenseMatmul all{weight,   type,    width,          job.x, job.x_rows, job.x_stride,
-                        job.bias, job.out, job.out_stride};
+  const DenseMatmul all{weight, type, width, job};
   parallel_for(threads, rows, grain(rows, threads, 16),
                [&](int64_t begin, int64_t end) { kernels->dense(all, begin, end); });
 }

@@ -13,16 +13,6 @@ std::vector<std::string> isa_levels();
 std::string isa();
 void select_isa(const std::string& name);  // throws std::invalid_argument
 
-// Rows of x [m, width] float32, `x_stride` floats apart, times a weight, into out [m, rows].
-struct Product {
-  const float* x;
-  int64_t x_rows;
-  int64_t x_stride;
-  const float* bias;  // or null
-  float* out;
-  int64_t out_stride;
-};
-
 void affine_matmul(const Affine&, const Product&, bool exact, int threads);
 // A stack of matrices, [experts, rows, width] one behind the other, each times its own rows of x:
 // the first counts[0] for the first, and so on. `weight` is the first; `bias` goes to all of them.
