@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from starquill.errors import (
     BadRequestError,
+    BusyError,
     CapacityError,
     CheckpointError,
     NumericsError,
     StarquillError,
     UnsupportedError,
 )
-from starquill.types import ContextFile, Delta, GenerateRequest, Hole, SamplingParams
+from starquill.types import ContextFile, Delta, EngineOptions, GenerateRequest, Hole, SamplingParams
 
 if TYPE_CHECKING:
     from starquill.engine.engine import Engine
@@ -24,11 +25,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BadRequestError",
+    "BusyError",
     "CapacityError",
     "CheckpointError",
     "ContextFile",
     "Delta",
     "Engine",
+    "EngineOptions",
     "GenerateRequest",
     "Hole",
     "LoadedModel",

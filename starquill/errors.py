@@ -31,6 +31,10 @@ class CapacityError(StarquillError):
     """Something is larger than the room there is: the context, memory, a queue."""
 
 
+class BusyError(CapacityError):
+    """As many requests wait as may; try again later."""
+
+
 class BadRequestError(StarquillError):
     """A request or option has a value that cannot be used."""
 

@@ -46,7 +46,9 @@ class GenerateRequest:
 
     `heal` is text that the prompt's end lost to token healing: the first new tokens must spell
     it, and it is not part of the output. `stop_ids` end this request besides the model's own
-    end tokens.
+    end tokens. `prompt_logprobs` n reports the log probability of every prompt token after the
+    first, and the n likeliest at its place. `grammar` (llguidance's JSON form) restricts what is
+    written. After `max_seconds` of writing the request ends as if it had reached its length.
     """
 
     id: str
@@ -54,6 +56,9 @@ class GenerateRequest:
     params: SamplingParams = SamplingParams()
     heal: bytes = b""
     stop_ids: frozenset[int] = frozenset()
+    prompt_logprobs: int | None = None
+    grammar: str | None = None
+    max_seconds: float | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -106,7 +111,8 @@ class Delta:
     `text` may be empty (half a character, text that may turn into a stop string, a control
     token) and may hold text withheld by earlier steps. The last delta of a request has a
     `finish_reason`; its `token_id` is None when no token was sampled for it. `is_prompt` marks
-    tokens that only spell a healed prompt's end again.
+    tokens that only spell a healed prompt's end again. Where the request asked for them, the first
+    delta has `prompt_logprobs`, one for each id of the prompt; None for the first.
     """
 
     id: str
@@ -115,11 +121,16 @@ class Delta:
     logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
     is_prompt: bool = False
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Counts and times (seconds) of one request. Rates are tokens per second."""
+    """Counts and times (seconds) of one request. Rates are tokens per second.
+
+    `cached_tokens` of the prompt were not computed again. `proposed_tokens` were guessed by prompt
+    lookup, `accepted_tokens` of them were right.
+    """
 
     prompt_tokens: int
     generated_tokens: int
@@ -127,6 +138,9 @@ class GenerationStats:
     generation_seconds: float
     peak_memory_bytes: int | None
     seed: int | None
+    cached_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def prompt_rate(self) -> float:
@@ -151,3 +165,39 @@ class RequantizeReport:
     changed: int
     kept: Mapping[str, str]
     summary: str
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How many requests an engine serves, and with what.
+
+    `slots` requests run at once, `queue` more may wait. A sequence may reach `context` tokens (the
+    model's own where None). `cache_bytes` bound the memory of keys and values; None takes what
+    `slots` sequences need, and at most a quarter of what is free. Prompts are computed
+    `prefill_chunk` tokens at a time, so that running requests wait no longer than that. `lookup`
+    is how many tokens prompt lookup proposes at most; 0 switches it off.
+    """
+
+    slots: int = 8
+    queue: int = 64
+    context: int | None = None
+    cache_bytes: int | None = None
+    prefill_chunk: int = 512
+    prefix_cache: bool = True
+    lookup: int = 8
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine does now, and has done since it was made."""
+
+    running: int
+    waiting: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    proposed_tokens: int
+    accepted_tokens: int
+    steps: int
+    cache_bytes: int
+    cache_bytes_used: int

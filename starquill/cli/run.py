@@ -11,7 +11,8 @@ from starquill.checkpoint.tokenizer import Tokenizer
 from starquill.cli.options import ModelOptions, QuantizeOptions, ShowOptions
 from starquill.cli.printing import Printer, SilentPrinter, choose_printer
 from starquill.cli.progress import reading_bar
-from starquill.engine.engine import Engine, Generation
+from starquill.engine.engine import Engine
+from starquill.engine.generation import Generation
 from starquill.engine.loaded import LoadedModel
 from starquill.loading import load
 from starquill.types import Delta, GenerateRequest, GenerationStats

@@ -5,20 +5,32 @@ from __future__ import annotations
 import logging
 import operator
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from starquill.engine.chat import Message
 from starquill.engine.fim import fill_request
+from starquill.engine.generation import Deliver, Event, Generation, Running
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.prompts import chat_request, new_request_id, plain_request
-from starquill.engine.runner import PREFILL_CHUNK, Runner
+from starquill.engine.runner import Runner
 from starquill.engine.sequence import Sequence
-from starquill.errors import BadRequestError
-from starquill.types import Delta, GenerateRequest, GenerationStats, Hole, SamplingParams
+from starquill.errors import BadRequestError, BusyError
+from starquill.types import (
+    Delta,
+    EngineOptions,
+    EngineStats,
+    GenerateRequest,
+    GenerationStats,
+    Hole,
+    SamplingParams,
+)
 
 GREEDY = SamplingParams()
+DEFAULTS = EngineOptions()
 log = logging.getLogger("starquill")
 
 
@@ -32,68 +44,25 @@ def peak_memory_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
-class Generation(Iterator[Delta]):
-    """A running request: iterate for its deltas; `cancel` ends it early.
+class _Running:
+    """A request in the engine."""
 
-    Each has a cache of its own, so several can run over one model.
-    """
+    def __init__(self, loaded: LoadedModel, request: GenerateRequest, deliver: Deliver) -> None:
+        self.request = request
+        self.sequence = Sequence(loaded, request)
+        self.deliver = deliver
+        self.abandoned = False
+        self.runner: Runner | None = None
+        self.started = self.first = self.last = time.perf_counter()
 
-    def __init__(self, loaded: LoadedModel, request: GenerateRequest, prefill_chunk: int) -> None:
-        self._sequence = Sequence(loaded, request)
-        self._loaded = loaded
-        self._prefill_chunk = prefill_chunk
-        self._runner: Runner | None = None
-        self._failed = False
-        self._started = time.perf_counter()
-        self._first = self._last = self._started
-
-    def __next__(self) -> Delta:
-        if self._sequence.finish_reason is not None or self._failed:
-            self._runner = None
-            raise StopIteration
-        try:
-            return self._step()
-        except Exception:
-            # The cache may be half a step ahead: nothing sound can follow.
-            self._failed = True
-            raise
-
-    def _step(self) -> Delta:
-        sequence, request = self._sequence, self._sequence.request
-        if request.params.max_tokens == 0:
-            return sequence.finish("length")
-        if self._runner is None:
-            self._started = time.perf_counter()
-            self._runner = Runner(self._loaded, prefill_chunk=self._prefill_chunk)
-            logits = self._runner.prefill(0, request.prompt_ids, sequence.span)
-            delta = sequence.accept(logits)
-            self._first = self._last = time.perf_counter()
-            return delta
-        logits = self._runner.decode([0], sequence.output_ids[-1:], [sequence.span])[0]
-        delta = sequence.accept(logits)
-        self._last = time.perf_counter()
-        return delta
-
-    def cancel(self) -> Delta | None:
-        """End now; the last delta, with withheld text, or None when it had ended already."""
-        if self._sequence.finish_reason is not None:
-            return None
-        return self._sequence.finish("cancelled")
-
-    @property
-    def request(self) -> GenerateRequest:
-        return self._sequence.request
-
-    @property
     def stats(self) -> GenerationStats:
-        """Counts and times up to now."""
         return GenerationStats(
             prompt_tokens=self.request.prompt_tokens,
-            generated_tokens=len(self._sequence.output_ids) - self._sequence.respelled,
-            time_to_first_token=self._first - self._started,
-            generation_seconds=self._last - self._first,
+            generated_tokens=len(self.sequence.output_ids) - self.sequence.respelled,
+            time_to_first_token=self.first - self.started,
+            generation_seconds=self.last - self.first,
             peak_memory_bytes=peak_memory_bytes(),
-            seed=self._sequence.sampler.seed,
+            seed=self.sequence.sampler.seed,
         )
 
 
@@ -114,12 +83,95 @@ class Engine:
     >>> engine.complete("def add(a, b):", SamplingParams(max_tokens=16))
     """
 
-    def __init__(self, model: LoadedModel, *, prefill_chunk: int = PREFILL_CHUNK) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        options: EngineOptions = DEFAULTS,
+        *,
+        prefill_chunk: int | None = None,
+    ) -> None:
         """`prefill_chunk` is how many prompt tokens are computed in one pass."""
-        if prefill_chunk < 1:
-            raise BadRequestError(f"prefill_chunk is {prefill_chunk} (expected 1 or more)")
+        if prefill_chunk is not None:
+            options = replace(options, prefill_chunk=prefill_chunk)
+        if options.prefill_chunk < 1:
+            raise BadRequestError(f"prefill_chunk is {options.prefill_chunk} (expected 1 or more)")
         self.model = model
-        self._prefill_chunk = prefill_chunk
+        self.options = options
+        self._active: list[_Running] = []
+        self._lock = threading.RLock()
+        self._changed = threading.Condition()
+
+    def submit(self, request: GenerateRequest, deliver: Deliver) -> Running:
+        """Queue a request; each of its deltas, or the error that ends it, goes to `deliver`.
+
+        May be called from any thread; `deliver` is called by the one that steps. Raises
+        BadRequestError, CapacityError or BusyError at once for what cannot run.
+        """
+        running = _Running(self.model, request, deliver)
+        if len(self._active) >= self.options.slots + self.options.queue:
+            raise BusyError(f"{len(self._active)} requests run or wait already; try again later")
+        self._active.append(running)
+        with self._changed:
+            self._changed.notify()
+        return running
+
+    def step(self) -> bool:
+        """Work for one step; whether there was anything to do."""
+        with self._lock:
+            active = list(self._active)
+            for running in active:
+                self._advance(running)
+            return bool(active)
+
+    def wait(self, seconds: float) -> None:
+        """Until there may be something to do."""
+        with self._changed:
+            if not self._active:
+                self._changed.wait(seconds)
+
+    def end(self, running: Running) -> Delta | None:
+        """End a request now: its last delta, or None if it had ended."""
+        assert isinstance(running, _Running)
+        with self._lock:
+            if running not in self._active:
+                return None
+            self._active.remove(running)
+            return running.sequence.finish("cancelled")
+
+    def abandon(self, running: Running) -> None:
+        """Nobody reads this request any more: it ends at the next step. Never waits."""
+        assert isinstance(running, _Running)
+        running.abandoned = True
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self._active), 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+    def _advance(self, running: _Running) -> None:
+        if running.abandoned:
+            self._active.remove(running)
+            return
+        try:
+            event: Event = self._next(running)
+        except Exception as error:
+            event = error
+        if isinstance(event, Exception) or event.finish_reason is not None:
+            self._active.remove(running)
+        running.deliver(event)
+
+    def _next(self, running: _Running) -> Delta:
+        sequence, request = running.sequence, running.request
+        if request.params.max_tokens == 0:
+            return sequence.finish("length")
+        if running.runner is None:
+            running.runner = Runner(self.model, prefill_chunk=self.options.prefill_chunk)
+            logits = running.runner.prefill(0, request.prompt_ids, sequence.span)
+            delta = sequence.accept(logits)
+            running.first = running.last = time.perf_counter()
+            return delta
+        logits = running.runner.decode([0], sequence.output_ids[-1:], [sequence.span])[0]
+        delta = sequence.accept(logits)
+        running.last = time.perf_counter()
+        return delta
 
     def generate(
         self,
@@ -139,7 +191,7 @@ class Engine:
         if isinstance(request, GenerateRequest):
             if params is not None:
                 raise BadRequestError("a GenerateRequest has its own params; give no others")
-            return Generation(self.model, request, self._prefill_chunk)
+            return self._start(request)
         params = GREEDY if params is None else params
         if not isinstance(params, SamplingParams):
             raise BadRequestError(f"params is {params!r:.60} (expected SamplingParams)")
@@ -153,7 +205,10 @@ class Engine:
                 log.warning("left out to fit the context: %s", trimmed)
         else:
             made = GenerateRequest(new_request_id(), _whole_numbers(request), params)
-        return Generation(self.model, made, self._prefill_chunk)
+        return self._start(made)
+
+    def _start(self, request: GenerateRequest) -> Generation:
+        return Generation(self, lambda deliver: self.submit(request, deliver))
 
     def complete(
         self,

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import starquill
-from starquill.engine.engine import Engine, Generation
+from starquill.engine.engine import Engine
+from starquill.engine.generation import Generation
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import BadRequestError, CapacityError, NumericsError, UnsupportedError
 from starquill.loading import load

@@ -1,0 +1,17 @@
+"""What a server is told when it starts. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """`name` is the model's in answers. Without `api_key` everyone may ask. `cors` origins may
+    call from a browser; none by default. A body may have `most_body_bytes`.
+    """
+
+    name: str
+    api_key: str | None = None
+    cors: tuple[str, ...] = ()
+    most_body_bytes: int = 16 << 20
