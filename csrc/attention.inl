@@ -6,7 +6,6 @@
 namespace starquill {
 namespace {
 
-constexpr int kKeys = 64;   // keys at a time: their scores stay in the first level of cache
 constexpr int kHeads = 16;  // query heads at a time
 
 // e^x to 2 units in the last place; below -87 it is 0, above 87 e^87. Written to be vectorised.
@@ -68,8 +67,7 @@ void rotate(const float* x, const float* cos, const float* sin, int64_t n, float
 
 // Query heads [first, first + heads) of one row, which share key head `head` (a running softmax).
 void attend_heads(const Attention& job, int64_t row, int64_t head, int64_t first, int heads) {
-  const int64_t n = job.head_dim, count = job.counts[row];
-  const int64_t place = (job.slots[row] * job.key_heads + head) * job.ring * n;
+  const int64_t n = job.head_dim, end = job.positions[row] + 1;
   float* out = job.out + (row * job.query_heads + first) * n;
   float q[kHeads * kMostHeadDim];
   for (int h = 0; h < heads; ++h)
@@ -78,11 +76,12 @@ void attend_heads(const Attention& job, int64_t row, int64_t head, int64_t first
   float most[kHeads], total[kHeads];
   for (int h = 0; h < heads; ++h) most[h] = -as_float(0x7f800000), total[h] = 0;
   for (int64_t i = 0; i < heads * n; ++i) out[i] = 0;
-  for (int64_t start = 0; start < count; start += kKeys) {
-    const int64_t keys = lesser<int64_t>(kKeys, count - start);
-    const float* k = job.k + place + start * n;
-    const float* v = job.v + place + start * n;
-    float scores[kHeads][kKeys];
+  for (int64_t start = greater<int64_t>(end - job.window, 0), keys; start < end; start += keys) {
+    keys = lesser<int64_t>(kBlock - start % kBlock, end - start);
+    const int64_t place = job.tables.place(row, start, job.key_heads, head) * n;
+    const float* k = job.k + place;
+    const float* v = job.v + place;
+    float scores[kHeads][kBlock];
     for (int64_t i = 0; i < keys; ++i)
       for (int h = 0; h < heads; ++h) scores[h][i] = dot(q + h * n, k + i * n, n) * job.scale;
     for (int h = 0; h < heads; ++h) {
@@ -100,15 +99,21 @@ void attend_heads(const Attention& job, int64_t row, int64_t head, int64_t first
     for (int64_t i = 0; i < n; ++i) out[h * n + i] /= total[h];
 }
 
+// Stores keys and values. Pieces are (row, key head) pairs.
+void remember(const Attention& job, int64_t begin, int64_t end) {
+  for (int64_t piece = begin; piece < end; ++piece) {
+    const int64_t row = piece / job.key_heads, head = piece % job.key_heads, n = job.head_dim;
+    const int64_t place = job.tables.place(row, job.positions[row], job.key_heads, head) * n;
+    rotate(job.new_k + piece * n, job.cos + row * n, job.sin + row * n, n, job.k + place);
+    for (int64_t i = 0; i < n; ++i) job.v[place + i] = job.new_v[piece * n + i];
+  }
+}
+
 // Pieces are (row, key head) pairs.
 void attend(const Attention& job, int64_t begin, int64_t end) {
   const int64_t group = job.query_heads / job.key_heads;
   for (int64_t piece = begin; piece < end; ++piece) {
-    const int64_t row = piece / job.key_heads, head = piece % job.key_heads, n = job.head_dim;
-    const int64_t slot = (job.slots[row] * job.key_heads + head) * job.ring;
-    const int64_t place = (slot + job.places[row]) * n;
-    rotate(job.new_k + piece * n, job.cos + row * n, job.sin + row * n, n, job.k + place);
-    for (int64_t i = 0; i < n; ++i) job.v[place + i] = job.new_v[piece * n + i];
+    const int64_t row = piece / job.key_heads, head = piece % job.key_heads;
     for (int64_t h = 0; h < group; h += kHeads)
       attend_heads(job, row, head, head * group + h, static_cast<int>(lesser<int64_t>(kHeads, group - h)));
   }

@@ -5,10 +5,11 @@
 namespace starquill {
 namespace {
 
-// Σ_i w[i]·x[m, i] for M rows: four sums each, for the latency of an addition.
+// Σ_i w[i]·x[m, i] for M rows: four sums each, for the latency of an addition. The order of a row's
+// additions does not depend on M: a row has the same sum in whatever company.
 template <int M, class Load>
 void dot_rows(Load load, const float* x, int64_t stride, int64_t width, float* out) {
-  constexpr int kSums = M == 1 ? 4 : 2;
+  constexpr int kSums = 4;
   F acc[M][kSums];
   for (int m = 0; m < M; ++m)
     for (int s = 0; s < kSums; ++s) acc[m][s] = Simd::zero();
@@ -33,7 +34,8 @@ void dot_rows(Load load, const float* x, int64_t stride, int64_t width, float* o
 
 template <class Load>
 void dot_all(Load load, const float* x, int64_t rows, int64_t stride, int64_t width, float* out) {
-  for (int64_t m = 0; m < rows; m += 4) switch (lesser<int64_t>(4, rows - m)) {
+  constexpr int kTogether = L == 16 ? 4 : 2;  // what fits in registers
+  for (int64_t m = 0; m < rows; m += kTogether) switch (lesser<int64_t>(kTogether, rows - m)) {
       case 1: dot_rows<1>(load, x + m * stride, stride, width, out + m); break;
       case 2: dot_rows<2>(load, x + m * stride, stride, width, out + m); break;
       case 3: dot_rows<3>(load, x + m * stride, stride, width, out + m); break;
@@ -55,8 +57,10 @@ void multiply_row(Load load, const Product& job, int64_t width, int64_t row) {
 
 void dense(const DenseMatmul& job, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
-    const uint16_t* w = job.weight + row * job.width;
-    auto load = [&](int64_t i, int count) { return Simd::load_floats(w, job.type, i, count); };
+    const int64_t first = row * job.width;
+    auto load = [&](int64_t i, int count) {
+      return Simd::load_floats(job.weight, job.type, first + i, count);
+    };
     multiply_row(load, job.rows, job.width, row);
   }
 }

@@ -46,11 +46,10 @@ void gelu(const float* x, float* y, int64_t begin, int64_t end) {
 void store(const Store& job, int64_t begin, int64_t end) {
   const int64_t n = job.head_dim;
   for (int64_t piece = begin; piece < end; ++piece) {
-    const int64_t i = piece % job.kept, pair = piece / job.kept, row = pair / job.heads;
-    const int64_t place = (job.slots[row] * job.heads + pair % job.heads) * job.ring +
-                          job.places[row * job.kept + i];
-    const float* from = job.fresh + row * job.row_stride + pair % job.heads * job.head_stride +
-                        (job.tokens - job.kept + i) * job.token_stride;
+    const int64_t t = piece % job.tokens, pair = piece / job.tokens;
+    const int64_t row = pair / job.heads, head = pair % job.heads;
+    const float* from = job.fresh + row * job.row_stride + head * job.head_stride + t * job.token_stride;
+    const int64_t place = job.tables.place(row, job.starts[row] + t, job.heads, head);
     std::memcpy(job.cache + place * n, from, sizeof(float) * n);
   }
 }

@@ -61,51 +61,32 @@ void gemm(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, in
   }
 }
 
-// What a tile of queries sees of a block of keys.
-enum class Sight { none, some, all };
-
-Sight sight(const Flash& job, const int64_t* queries, int64_t count, const int64_t* keys, int64_t n) {
-  int64_t low = INT64_MAX, high = -1, empty = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (keys[i] < 0) {
-      ++empty;
-      continue;
-    }
-    low = lesser(low, keys[i]);
-    high = greater(high, keys[i]);
-  }
-  const int64_t first = queries[0], last = queries[count - 1];
-  if (high < 0 || low > last || high <= first - job.window) return Sight::none;
-  return empty == 0 && high <= first && low > last - job.window ? Sight::all : Sight::some;
-}
-
 struct FlashScratch {
-  float* transposed;  // [Dh, kFlashKeys]
-  float* scores;      // [kFlashQueries, kFlashKeys]
+  float* transposed;  // [Dh, kBlock]
+  float* scores;      // [kFlashQueries, kBlock]
   float* most;        // [heads, kFlashQueries]
   float* total;
   FlashScratch(float* memory, int64_t head_dim, int64_t heads)
-      : transposed(memory), scores(transposed + head_dim * kFlashKeys),
-        most(scores + kFlashQueries * kFlashKeys), total(most + heads * kFlashQueries) {}
+      : transposed(memory), scores(transposed + head_dim * kBlock),
+        most(scores + kFlashQueries * kBlock), total(most + heads * kFlashQueries) {}
 };
 
-// Scores of one query to probabilities of this block; returns by what earlier sums shrink.
-float soften(const Flash& job, float* s, int64_t query, const int64_t* keys, int64_t n, bool masked,
-             float* most, float* total) {
+// Scores of one query with `n` keys, of which it sees [low, high), to probabilities of this block;
+// returns by what earlier sums shrink.
+float soften(float scale, float* s, int64_t n, int64_t low, int64_t high, float* most, float* total) {
   const float never = -as_float(0x7f800000);
-  for (int64_t i = 0; i < n; ++i) s[i] *= job.scale;
-  if (masked)
-    for (int64_t i = 0; i < n; ++i)
-      if (keys[i] < 0 || keys[i] > query || keys[i] <= query - job.window) s[i] = never;
-  for (int64_t i = n; i < kFlashKeys; ++i) s[i] = never;
+  for (int64_t i = 0; i < n; ++i) s[i] *= scale;
+  for (int64_t i = 0; i < lesser(low, n); ++i) s[i] = never;
+  for (int64_t i = greater<int64_t>(high, 0); i < n; ++i) s[i] = never;
+  for (int64_t i = n; i < kBlock; ++i) s[i] = never;
   float top = *most;
-  for (int i = 0; i < kFlashKeys; ++i) top = s[i] > top ? s[i] : top;
+  for (int i = 0; i < kBlock; ++i) top = s[i] > top ? s[i] : top;
   if (top == never) {  // nothing seen yet
-    for (int i = 0; i < kFlashKeys; ++i) s[i] = s[i] == s[i] ? 0.0f : s[i];
+    for (int i = 0; i < kBlock; ++i) s[i] = s[i] == s[i] ? 0.0f : s[i];
     return 1;
   }
   Sums sum;
-  for (int i = 0; i < kFlashKeys; i += kSums)
+  for (int i = 0; i < kBlock; i += kSums)
     for (int k = 0; k < kSums; ++k) {
       const float p = exponential(s[i + k] - top);
       s[i + k] = p;
@@ -123,33 +104,31 @@ void flash_tile(const Flash& job, int64_t row, int64_t head, int64_t first, int6
   const int64_t n = job.head_dim, heads = job.query_heads / job.key_heads;
   const int64_t stride = job.query_heads * n;
   const FlashScratch to(memory, n, heads);
-  const int64_t* positions = job.query_positions + row * job.queries + first;
+  const int64_t query = job.starts[row] + first, end = query + count;  // positions
   float* out = job.out + (row * job.queries + first) * stride + head * heads * n;
   for (int64_t i = 0; i < heads * kFlashQueries; ++i) to.most[i] = -as_float(0x7f800000), to.total[i] = 0;
   for (int64_t t = 0; t < count; ++t)
     for (int64_t i = 0; i < heads * n; ++i) out[t * stride + i] = 0;
-  for (int64_t start = 0; start < job.keys; start += kFlashKeys) {
-    const int64_t keys = lesser<int64_t>(kFlashKeys, job.keys - start);
-    const int64_t* places = job.key_positions + row * job.keys + start;
-    const Sight seen = sight(job, positions, count, places, keys);
-    if (seen == Sight::none) continue;
-    const float* k = job.k + row * job.row_stride + head * job.head_stride + start * n;
-    const float* v = job.v + row * job.row_stride + head * job.head_stride + start * n;
+  const int64_t seen = greater<int64_t>(query + 1 - job.window, 0);
+  for (int64_t start = seen / kBlock * kBlock; start < end; start += kBlock) {
+    const int64_t keys = lesser<int64_t>(kBlock, end - start);
+    const int64_t place = job.tables.place(row, start, job.key_heads, head) * n;
+    const float* k = job.k + place;
+    const float* v = job.v + place;
     for (int64_t d = 0; d < n; ++d)
-      for (int64_t i = 0; i < kFlashKeys; ++i)
-        to.transposed[d * kFlashKeys + i] = i < keys ? k[i * n + d] : 0;
+      for (int64_t i = 0; i < kBlock; ++i) to.transposed[d * kBlock + i] = i < keys ? k[i * n + d] : 0;
     for (int64_t h = 0; h < heads; ++h) {
       const float* q = job.q + ((row * job.query_heads + head * heads + h) * job.queries + first) * n;
-      gemm(q, n, to.transposed, kFlashKeys, to.scores, kFlashKeys, count, kFlashKeys, n, false);
+      gemm(q, n, to.transposed, kBlock, to.scores, kBlock, count, kBlock, n, false);
       for (int64_t t = 0; t < count; ++t) {
-        const int64_t at = h * kFlashQueries + t;
-        const float shrink = soften(job, to.scores + t * kFlashKeys, positions[t], places, keys,
-                                    seen == Sight::some, to.most + at, to.total + at);
+        const int64_t at = h * kFlashQueries + t, high = query + t + 1 - start;
+        const float shrink = soften(job.scale, to.scores + t * kBlock, keys, high - job.window, high,
+                                    to.most + at, to.total + at);
         float* sums = out + t * stride + h * n;
         if (shrink != 1)
           for (int64_t i = 0; i < n; ++i) sums[i] *= shrink;
       }
-      gemm(to.scores, kFlashKeys, v, n, out + h * n, stride, count, n, keys, true);
+      gemm(to.scores, kBlock, v, n, out + h * n, stride, count, n, keys, true);
     }
   }
   for (int64_t t = 0; t < count; ++t)

@@ -54,9 +54,9 @@ struct Product {
   int64_t out_stride;
 };
 
-// A product with a dense matrix in two-byte floats.
+// A product with a dense matrix.
 struct DenseMatmul {
-  const uint16_t* weight;
+  const void* weight;
   Float type;
   int64_t width;
   Product rows;
@@ -86,21 +86,37 @@ struct Quantize {
   void* biases;
 };
 
-// A new token of each row: query and key are rotated (dimension i with i + Dh/2), key and value go
-// to `places` of the row's slot in a cache, and the query is held against the first `counts`.
+constexpr int kMostHeadDim = 256;
+
+// A cache of keys or values is [blocks, Hk, kBlock, Dh]. A row of `tables` [B, table_width] names the
+// blocks of one sequence: position p is at p % kBlock of block p / kBlock. Of blocks that no query
+// sees any number may stand there.
+constexpr int kBlock = 64;
+struct Tables {
+  const int64_t* block;
+  int64_t width;
+
+  // Where keys of `head` from position `p` on lie, up to the end of p's block, in vectors of Dh.
+  int64_t place(int64_t row, int64_t p, int64_t heads, int64_t head) const {
+    return (block[row * width + p / kBlock] * heads + head) * kBlock + p % kBlock;
+  }
+};
+
+// A new token of each row, at `positions`: query and key are rotated (dimension i with i + Dh/2),
+// key and value are stored, and the query sees the last `window` positions. Several rows may be
+// of one sequence: all are stored before any query looks.
 struct Attention {
   const float* q;         // [B, Hq, Dh]
   const float* new_k;     // [B, Hk, Dh]
   const float* new_v;     // [B, Hk, Dh]
   const float* cos;       // [B, Dh]
   const float* sin;       // [B, Dh]
-  float* k;               // [slots, Hk, S, Dh]
-  float* v;               // [slots, Hk, S, Dh]
-  const int64_t* slots;   // [B]
-  const int64_t* places;  // [B]
-  const int64_t* counts;  // [B]
+  float* k;
+  float* v;
+  Tables tables;
+  const int64_t* positions;  // [B]
   float* out;             // [B, Hq, Dh]
-  int64_t rows, query_heads, key_heads, ring, head_dim;
+  int64_t rows, query_heads, key_heads, head_dim, window;
   float scale;
 };
 
@@ -124,42 +140,37 @@ struct Rotation {
   int64_t row_stride, head_stride, token_stride;
 };
 
-// New keys or values [B, Hk, T, Dh] (with strides in floats; Dh contiguous), of each row the last
-// `kept`, to their places [B, kept] in the slots of a cache [slots, Hk, S, Dh].
+// New keys or values [B, Hk, T, Dh] (with strides in floats; Dh contiguous) into a cache: those of
+// row b from position starts[b] on.
 struct Store {
   const float* fresh;
   float* cache;
-  const int64_t* slots;
-  const int64_t* places;
-  int64_t rows, heads, tokens, kept, ring, head_dim;
+  Tables tables;
+  const int64_t* starts;
+  int64_t rows, heads, tokens, head_dim;
   int64_t row_stride, head_stride, token_stride;
 };
 
-constexpr int kMostHeadDim = 256;
-
-// Many queries of each row against keys at `key_positions`: a query sees those that are not
-// negative, not after itself, and less than `window` before.
+// T queries of each row, from position starts[b] on, against a cache: each sees the last `window`
+// positions, itself included.
 struct Flash {
-  const float* q;                  // [B, Hq, T, Dh]
-  const float* k;                  // [B, Hk, S, Dh], with strides in floats
-  const float* v;                  // like k
-  const int64_t* query_positions;  // [B, T], ascending
-  const int64_t* key_positions;    // [B, S]
-  float* out;                      // [B, T, Hq·Dh]
-  int64_t rows, query_heads, key_heads, queries, keys, head_dim;
-  int64_t row_stride, head_stride;
-  int64_t window;
+  const float* q;  // [B, Hq, T, Dh]
+  const float* k;
+  const float* v;
+  Tables tables;
+  const int64_t* starts;
+  float* out;  // [B, T, Hq·Dh]
+  int64_t rows, query_heads, key_heads, queries, head_dim, window;
   float scale;
 };
 
-constexpr int kFlashKeys = 64;     // keys at a time
 constexpr int kFlashQueries = 48;  // queries at a time
 inline int64_t flash_pieces(const Flash& job) {
   return job.rows * job.key_heads * ((job.queries + kFlashQueries - 1) / kFlashQueries);
 }
 inline int64_t flash_floats(const Flash& job) {
   const int64_t heads = job.query_heads / job.key_heads;
-  return (job.head_dim + kFlashQueries) * kFlashKeys + 2 * heads * kFlashQueries;
+  return (job.head_dim + kFlashQueries) * kBlock + 2 * heads * kFlashQueries;
 }
 
 struct Kernels {
@@ -175,11 +186,12 @@ struct Kernels {
   void (*dequantize)(const Affine&, float* out, int64_t begin, int64_t end);  // out: row `begin`
   void (*exact)(const Exact&, int64_t begin, int64_t end, float* scratch);  // [width] scratch
   void (*dense)(const DenseMatmul&, int64_t begin, int64_t end);
-  void (*attend)(const Attention&, int64_t begin, int64_t end);  // of rows times key heads
+  void (*remember)(const Attention&, int64_t begin, int64_t end);  // of rows times key heads
+  void (*attend)(const Attention&, int64_t begin, int64_t end);    // of rows times key heads
   void (*flash)(const Flash&, int64_t begin, int64_t end, float* scratch);  // of flash_pieces
   void (*layer_norm)(const LayerNorm&, int64_t begin, int64_t end);
   void (*rotation)(const Rotation&, int64_t begin, int64_t end);  // of rows times heads times tokens
-  void (*store)(const Store&, int64_t begin, int64_t end);  // of rows times heads times kept
+  void (*store)(const Store&, int64_t begin, int64_t end);  // of rows times heads times tokens
   void (*add)(const float* x, const float* y, float* sum, int64_t begin, int64_t end);
   void (*gelu)(const float* x, float* y, int64_t begin, int64_t end);
 };

@@ -14,7 +14,7 @@ namespace starquill {
 
 const Kernels avx2_kernels = {
     "avx2",   Simd::bytes, quantize, largest, quantize_activations,
-    decode,  prefill,     dequantize, exact, dense, attend,
+    decode,  prefill,     dequantize, exact, dense, remember, attend,
     flash,   layer_norm,  rotation, store, add, gelu,
 };
 

@@ -14,7 +14,7 @@ namespace starquill {
 
 const Kernels portable_kernels = {
     "portable",   Simd::bytes, quantize, largest, quantize_activations,
-    decode,  prefill,     dequantize, exact, dense, attend,
+    decode,  prefill,     dequantize, exact, dense, remember, attend,
     flash,   layer_norm,  rotation, store, add, gelu,
 };
 

@@ -58,6 +58,11 @@ Product product(const Rows& x, const nb::object& bias, const Out& out, int64_t r
   return job;
 }
 
+Way checked_way(int way) {
+  check(way >= 0 && way <= 2, "way is not 0 (rows), 1 (bands) or 2 (exact)");
+  return static_cast<Way>(way);
+}
+
 // A quantized matrix: keeps its buffers alive, so that a product needs no more checks of them.
 class AffineHandle {
  public:
@@ -88,26 +93,27 @@ class AffineHandle {
           "scales are not aligned to their type");
   }
 
-  void matmul(const Rows& x, const nb::object& bias, const Out& out, bool exact, int threads) const {
+  void matmul(const Rows& x, const nb::object& bias, const Out& out, int way, int threads) const {
     const Product job = product(x, bias, out, weight_.rows, weight_.width);
+    const Way checked = checked_way(way);
     nb::gil_scoped_release free;
-    affine_matmul(weight_, job, exact, threads);
+    affine_matmul(weight_, job, checked, threads);
   }
 
   // Where Python has checked the buffers: a step has hundreds of products, each DLPack exchange takes
   // microseconds, and Python code that it runs would lose a KeyboardInterrupt. Both are contiguous
   // float32; bias too, or null.
-  void matmul_at(uintptr_t x, int64_t x_rows, uintptr_t bias, uintptr_t out, bool exact,
-                 int threads) const {
+  void matmul_at(uintptr_t x, int64_t x_rows, uintptr_t bias, uintptr_t out, int way, int threads) const {
     const Product job{reinterpret_cast<const float*>(x), x_rows, weight_.width,
                       reinterpret_cast<const float*>(bias), reinterpret_cast<float*>(out),
                       weight_.rows};
+    const Way checked = checked_way(way);
     nb::gil_scoped_release free;
-    affine_matmul(weight_, job, exact, threads);
+    affine_matmul(weight_, job, checked, threads);
   }
 
   // The matrix as `experts` of equal height, one behind the other; `counts` int64, one for each.
-  void experts_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 2>& shape, bool exact,
+  void experts_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 2>& shape, int way,
                   int threads) const {
     const auto [experts, x_rows] = shape;
     check(experts > 0 && weight_.rows % experts == 0, "the experts are not of equal height");
@@ -116,8 +122,9 @@ class AffineHandle {
     const Product job{reinterpret_cast<const float*>(at[0]), x_rows, weight_.width,
                       reinterpret_cast<const float*>(at[2]), reinterpret_cast<float*>(at[3]),
                       first.rows};
+    const Way checked = checked_way(way);
     nb::gil_scoped_release free;
-    affine_experts(first, reinterpret_cast<const int64_t*>(at[1]), experts, job, exact, threads);
+    affine_experts(first, reinterpret_cast<const int64_t*>(at[1]), experts, job, checked, threads);
   }
 
   void rows_at(uintptr_t ids, int64_t count, uintptr_t out, int threads) const {
@@ -140,23 +147,27 @@ class AffineHandle {
   Affine weight_;
 };
 
+Float checked_type(int type) {
+  check(type >= 0 && type <= 2, "type is not 0 (float32), 1 (float16) or 2 (bfloat16)");
+  return static_cast<Float>(type);
+}
+
 // Addresses of weight, x, bias (or null) and out; `shape` is out, in and rows of x. All contiguous,
-// checked by the caller.
-void dense_matmul_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 3>& shape,
-                     bool bfloat, int threads) {
+// checked by the caller. `type` is the weight's.
+void dense_matmul_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 3>& shape, int type,
+                     int threads) {
+  const Float checked = checked_type(type);
   const auto [rows, width, x_rows] = shape;
   const Product job{reinterpret_cast<const float*>(at[1]), x_rows, width,
                     reinterpret_cast<const float*>(at[2]), reinterpret_cast<float*>(at[3]), rows};
   nb::gil_scoped_release free;
-  dense_matmul(reinterpret_cast<const uint16_t*>(at[0]), bfloat ? Float::bf16 : Float::f16, rows,
-               width, job, threads);
+  dense_matmul(reinterpret_cast<const void*>(at[0]), checked, rows, width, job, threads);
 }
 
-// `type` counts as `Float` does: float32, float16, bfloat16.
 float largest_at(uintptr_t weight, int type, int64_t count, int threads) {
-  check(type >= 0 && type <= 2, "type is not 0, 1 or 2");
+  const Float checked = checked_type(type);
   nb::gil_scoped_release free;
-  return largest(reinterpret_cast<const void*>(weight), static_cast<Float>(type), count, threads);
+  return largest(reinterpret_cast<const void*>(weight), checked, count, threads);
 }
 
 // `settings` are bits, group and whether hqq; `shares` of the range are tried. Writes packed, scales
@@ -190,27 +201,28 @@ void quantize_buffers(const Buffer& weight, const std::array<int, 3>& settings, 
 }
 
 // Addresses of what `Attention` lists, in its order, checked by the caller: contiguous float32 and
-// int64. `shape` is B, Hq, Hk, S, Dh.
-void attend_at(const std::array<uintptr_t, 11>& at, const std::array<int64_t, 5>& shape, float scale,
+// int64. `shape` is B, Hq, Hk, a table's width, Dh and the window.
+void attend_at(const std::array<uintptr_t, 10>& at, const std::array<int64_t, 6>& shape, float scale,
                int threads) {
   auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
   auto integers = [&](int i) { return reinterpret_cast<const int64_t*>(at[i]); };
-  const Attention job{floats(0), floats(1),   floats(2),   floats(3),   floats(4),  floats(5),
-                      floats(6), integers(7), integers(8), integers(9), floats(10), shape[0],
-                      shape[1],  shape[2],    shape[3],    shape[4],    scale};
+  const auto [rows, query_heads, key_heads, table_width, head_dim, window] = shape;
+  const Attention job{floats(0), floats(1), floats(2), floats(3), floats(4), floats(5), floats(6),
+                      Tables{integers(7), table_width}, integers(8), floats(9), rows, query_heads,
+                      key_heads, head_dim, window, scale};
   nb::gil_scoped_release free;
   attend(job, threads);
 }
 
-// Addresses of what `Flash` lists, in its order. `shape` is B, Hq, Hk, T, S, Dh, then the strides of
-// k and v by row and head, and the window.
-void flash_at(const std::array<uintptr_t, 6>& at, const std::array<int64_t, 9>& shape, float scale,
+// Addresses of what `Flash` lists, in its order. `shape` is B, Hq, Hk, T, a table's width, Dh and the
+// window.
+void flash_at(const std::array<uintptr_t, 6>& at, const std::array<int64_t, 7>& shape, float scale,
               int threads) {
   auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
   auto integers = [&](int i) { return reinterpret_cast<const int64_t*>(at[i]); };
-  const Flash job{floats(0), floats(1), floats(2), integers(3), integers(4), floats(5),
-                  shape[0],  shape[1],  shape[2],  shape[3],    shape[4],    shape[5],
-                  shape[6],  shape[7],  shape[8],  scale};
+  const auto [rows, query_heads, key_heads, queries, table_width, head_dim, window] = shape;
+  const Flash job{floats(0), floats(1), floats(2), Tables{integers(3), table_width}, integers(4),
+                  floats(5), rows, query_heads, key_heads, queries, head_dim, window, scale};
   nb::gil_scoped_release free;
   flash(job, threads);
 }
@@ -232,13 +244,13 @@ void rotation_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 7
   rotation(job, threads);
 }
 
-// New values, cache, slots and places; `shape` is B, Hk, T, kept, S, Dh and the new values'
-// strides of the first three dimensions.
-void store_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 9>& shape, int threads) {
+// New values, cache, tables and starts; `shape` is B, Hk, T, a table's width, Dh and the new
+// values' strides of the first three dimensions.
+void store_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 8>& shape, int threads) {
   auto integers = [&](int i) { return reinterpret_cast<const int64_t*>(at[i]); };
   const Store job{reinterpret_cast<const float*>(at[0]), reinterpret_cast<float*>(at[1]),
-                  integers(2), integers(3), shape[0], shape[1], shape[2], shape[3], shape[4], shape[5],
-                  shape[6], shape[7], shape[8]};
+                  Tables{integers(2), shape[3]}, integers(3), shape[0], shape[1], shape[2], shape[4],
+                  shape[5], shape[6], shape[7]};
   nb::gil_scoped_release free;
   store(job, threads);
 }

@@ -9,8 +9,6 @@
 namespace starquill {
 namespace {
 
-// From this many rows on, weights are unpacked once for all of them.
-constexpr int64_t kPrefillFrom = 12;
 // Rows of activations at a time in prefill: they stay in the last level of cache.
 constexpr int64_t kPrefillRows = 512;
 
@@ -41,6 +39,9 @@ const Kernels* by_name(const std::string& name) {
 }
 
 const Kernels* kernels = available().back();
+
+// Elements that are worth a thread's while.
+constexpr int64_t kElements = 1 << 14;
 
 int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -103,9 +104,9 @@ std::string isa() { return kernels->name; }
 
 void select_isa(const std::string& name) { kernels = by_name(name); }
 
-void affine_matmul(const Affine& w, const Product& job, bool exact, int threads) {
+void affine_matmul(const Affine& w, const Product& job, Way way, int threads) {
   const Kernels& k = *kernels;
-  if (exact) {
+  if (way == Way::exact) {
     const Exact all{w, job};
     return parallel_for(threads, w.rows, grain(w.rows, threads, 16), [&](int64_t begin, int64_t end) {
       float* scratch = reinterpret_cast<float*>(row_scratch.take(4 * w.width));
@@ -118,7 +119,7 @@ void affine_matmul(const Affine& w, const Product& job, bool exact, int threads)
     part.out += first * job.out_stride;
     part.x_rows = std::min(kPrefillRows, job.x_rows - first);
     const Matmul all{w, quantized(k, w, part, threads), job.bias, part.out, job.out_stride};
-    if (part.x_rows < kPrefillFrom) {
+    if (way == Way::rows) {
       parallel_for(threads, w.rows, grain(w.rows, threads, 16),
                    [&](int64_t begin, int64_t end) { k.decode(all, begin, end); });
     } else {
@@ -130,13 +131,13 @@ void affine_matmul(const Affine& w, const Product& job, bool exact, int threads)
 }
 
 void affine_experts(const Affine& weight, const int64_t* counts, int64_t experts, const Product& job,
-                    bool exact, int threads) {
+                    Way way, int threads) {
   Affine w = weight;
   Product part = job;
   const int64_t scale_bytes = w.scale_type == Float::f32 ? 4 : 2;
   for (int64_t e = 0; e < experts; ++e) {
     part.x_rows = counts[e];
-    if (counts[e] > 0) affine_matmul(w, part, exact, threads);
+    if (counts[e] > 0) affine_matmul(w, part, way, threads);
     part.x += counts[e] * part.x_stride;
     part.out += counts[e] * part.out_stride;
     w.packed += w.rows * w.row_bytes();
@@ -161,7 +162,7 @@ void affine_rows(const Affine& w, const int64_t* ids, int64_t count, float* out,
   });
 }
 
-void dense_matmul(const uint16_t* weight, Float type, int64_t rows, int64_t width, const Product& job,
+void dense_matmul(const void* weight, Float type, int64_t rows, int64_t width, const Product& job,
                   int threads) {
   const DenseMatmul all{weight, type, width, job};
   parallel_for(threads, rows, grain(rows, threads, 16),
@@ -174,7 +175,10 @@ void quantize(const Quantize& job, int64_t rows, int threads) {
 }
 
 void attend(const Attention& job, int threads) {
-  parallel_for(threads, job.rows * job.key_heads, 1,
+  const int64_t pairs = job.rows * job.key_heads;
+  parallel_for(threads, pairs, kElements / job.head_dim + 1,
+               [&](int64_t begin, int64_t end) { kernels->remember(job, begin, end); });
+  parallel_for(threads, pairs, 1,
                [&](int64_t begin, int64_t end) { kernels->attend(job, begin, end); });
 }
 
@@ -184,9 +188,6 @@ void flash(const Flash& job, int threads) {
     kernels->flash(job, begin, end, scratch);
   });
 }
-
-// Elements that are worth a thread's while.
-constexpr int64_t kElements = 1 << 14;
 
 void layer_norm(const LayerNorm& job, int64_t rows, int threads) {
   parallel_for(threads, rows, kElements / job.width + 1,
@@ -199,7 +200,7 @@ void rotation(const Rotation& job, int threads) {
 }
 
 void store(const Store& job, int threads) {
-  parallel_for(threads, job.rows * job.heads * job.kept, kElements / job.head_dim + 1,
+  parallel_for(threads, job.rows * job.heads * job.tokens, kElements / job.head_dim + 1,
                [&](int64_t begin, int64_t end) { kernels->store(job, begin, end); });
 }
 

@@ -13,15 +13,22 @@ std::vector<std::string> isa_levels();
 std::string isa();
 void select_isa(const std::string& name);  // throws std::invalid_argument
 
-void affine_matmul(const Affine&, const Product&, bool exact, int threads);
+// How a product goes over its rows of x. Each row comes out the same whatever rows are beside it.
+enum class Way {
+  rows,   // each row of x with every row of the weight: for few
+  bands,  // weights are unpacked once for all rows of x, and summed in another order
+  exact,  // like `rows`, with activations as they are
+};
+
+void affine_matmul(const Affine&, const Product&, Way, int threads);
 // A stack of matrices, [experts, rows, width] one behind the other, each times its own rows of x:
 // the first counts[0] for the first, and so on. `weight` is the first; `bias` goes to all of them.
-void affine_experts(const Affine& weight, const int64_t* counts, int64_t experts, const Product&,
-                    bool exact, int threads);
+void affine_experts(const Affine& weight, const int64_t* counts, int64_t experts, const Product&, Way,
+                    int threads);
 void affine_dequantize(const Affine&, float* out, int threads);
 // Rows `ids` of a weight to out [count, width]; throws std::out_of_range.
 void affine_rows(const Affine&, const int64_t* ids, int64_t count, float* out, int threads);
-void dense_matmul(const uint16_t* weight, Float type, int64_t rows, int64_t width, const Product&,
+void dense_matmul(const void* weight, Float type, int64_t rows, int64_t width, const Product&,
                   int threads);
 void quantize(const Quantize&, int64_t rows, int threads);
 

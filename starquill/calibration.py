@@ -31,7 +31,7 @@ from starquill.errors import (
     listing,
 )
 from starquill.models.spec import GgufNames, ModelParts, StepBatch
-from starquill.nn.cache import KvCache
+from starquill.nn.cache import CacheShape, KvCache, blocks_for
 from starquill.quant.feedback import block_width
 from starquill.quant.weight import Computing
 
@@ -265,11 +265,11 @@ def _through_layer(
     with_products: Collection[str],
 ) -> Moments:
     """A function of its own, so that nothing of the layer outlives it."""
-    shape = replace(checkpoint.config.cache_shape(1), layers=1)
+    shape = replace(checkpoint.config.cache_shape(), layers=1)
     layer = model.get_submodule(path)
     watching = _watch(layer, path, _Watching, with_products)
     for text in texts:
-        _advance(model, layer, text, KvCache(shape, torch.float32, shared=True))
+        _advance(model, layer, text, shape)
     return _moments(watching)
 
 
@@ -284,13 +284,14 @@ def _through_head(
     return _moments(watching)
 
 
-def _advance(parts: ModelParts, layer: nn.Module, text: _Text, cache: KvCache) -> None:
+def _advance(parts: ModelParts, layer: nn.Module, text: _Text, shape: CacheShape) -> None:
     """Replace hidden states by what `layer` makes of them, chunk by chunk as in a long prompt."""
-    slot, span = torch.tensor([0]), torch.tensor([text.ids.shape[1]])
+    length = text.ids.shape[1]
+    cache = KvCache(shape, torch.float32, blocks_for(length), shared=True)
+    place = cache.place(length)
     for ids, x in zip(text.ids.split(_CHUNK, 1), text.hidden.split(_CHUNK, 1), strict=True):
-        positions = cache.lens[:, None] + torch.arange(ids.shape[1])
-        x.copy_(layer(x, parts.step(StepBatch(ids, positions, slot, span, cache))))
-        cache.lens += ids.shape[1]
+        x.copy_(layer(x, parts.step(StepBatch.after(place, ids, cache))))
+        place.length += ids.shape[1]
 
 
 def _weights(root: nn.Module, path: str) -> list[tuple[nn.Module, str, str]]:

@@ -19,7 +19,7 @@ from starquill.engine.loaded import LoadedModel
 from starquill.loading import load
 from starquill.models import architecture
 from starquill.models.spec import StepBatch
-from starquill.nn.cache import KvCache
+from starquill.nn.cache import KvCache, blocks_for
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -163,16 +163,15 @@ def random_ids(length: int, vocab_size: int = 320, seed: int = 1) -> list[int]:
 
 def our_logits(loaded: LoadedModel, ids: Sequence[int], chunk: int | None = None) -> Tensor:
     """Logits `[T, V]` at every position, computed in chunks through the cache."""
-    cache = KvCache(loaded.config.cache_shape(1), loaded.dtype)
-    span = torch.tensor([len(ids)])
+    cache = KvCache(loaded.config.cache_shape(), loaded.dtype, blocks_for(len(ids)))
+    place = cache.place(len(ids))
     parts = []
     with torch.inference_mode():
         for start in range(0, len(ids), chunk or len(ids)):
             piece = torch.tensor([ids[start : start + (chunk or len(ids))]])
-            positions = cache.lens[:, None] + torch.arange(piece.shape[1])
-            batch = StepBatch(piece, positions, torch.tensor([0]), span, cache)
+            batch = StepBatch.after(place, piece, cache)
             parts.append(loaded.model.logits(loaded.model.hidden(batch))[0])
-            cache.lens += piece.shape[1]
+            place.length += piece.shape[1]
     return torch.cat(parts)
 
 
@@ -227,6 +226,11 @@ def scripted(
     """`loaded` with its weights replaced by a script that begins after `prompt` tokens."""
     model = ScriptedModel(tokens, loaded.config.vocab_size, prompt)
     return dataclasses.replace(loaded, model=model)
+
+
+def cache_block_bytes(loaded: LoadedModel) -> int:
+    """What a block of the cache takes."""
+    return loaded.config.cache_shape().block_bytes(loaded.dtype)
 
 
 def load_tiny(folder: Path, **changes: Any) -> LoadedModel:

@@ -18,6 +18,7 @@ from starquill.engine.loaded import LoadedModel
 from starquill.engine.runner import Runner
 from starquill.errors import BadRequestError, listing
 from starquill.kernels.native import native
+from starquill.nn.cache import blocks_for
 from starquill.nn.linear import Embedding, Linear
 
 MOST_BATCH = 1024
@@ -186,31 +187,32 @@ def _prefills(loaded: LoadedModel, case: Case) -> Iterator[Callable[[], None]]:
     """Each prompt into a cache of its own, which grows as it does for a new request."""
     ids = _random_ids(loaded, case.tokens)
     while True:
-        runner = Runner(loaded)
+        runner = Runner(loaded, blocks_for(case.tokens))
 
         def prefill(runner: Runner = runner) -> None:
-            runner.prefill(0, ids, case.tokens)
+            runner.prefill(runner.cache.place(case.tokens), ids)
 
         yield prefill
 
 
 def _decodes(loaded: LoadedModel, case: Case) -> Iterator[Callable[[], None]]:
     """Each time from the same depth on."""
-    runner = Runner(loaded, case.batch)
-    slots, span = range(case.batch), case.depth + case.tokens
+    span = case.depth + case.tokens
+    runner = Runner(loaded, case.batch * blocks_for(span))
+    places = [runner.cache.place(span) for _ in range(case.batch)]
     if case.depth:
-        for slot in slots:
-            runner.prefill(slot, _random_ids(loaded, case.depth), span)
+        for place in places:
+            runner.prefill(place, _random_ids(loaded, case.depth))
     steps = [_random_ids(loaded, case.batch) for _ in range(case.tokens)]
 
     def decode() -> None:
         for ids in steps:
-            runner.decode(slots, ids, [span] * case.batch)
+            runner.decode(places, [[token] for token in ids])
 
     while True:
-        # Not computed again for every round, which would take longer than what is measured. Once
-        # the ring is full old keys are lost; others of the same number are attended to instead.
-        runner.cache.lens.fill_(case.depth)
+        # Not computed again for every round, which would take longer than what is measured.
+        for place in places:
+            place.length = case.depth
         yield decode
 
 

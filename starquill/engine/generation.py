@@ -6,19 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from starquill.engine.running import Deliver, Event, Running
 from starquill.types import Delta, GenerateRequest, GenerationStats
-
-Event = Delta | Exception
-Deliver = Callable[[Event], None]
-
-
-class Running(Protocol):
-    """What the engine keeps of a request while it runs."""
-
-    @property
-    def request(self) -> GenerateRequest: ...
-
-    def stats(self) -> GenerationStats: ...
 
 
 class Driver(Protocol):

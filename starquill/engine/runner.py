@@ -1,9 +1,10 @@
-"""The runner: tensors, no policy. It alone moves a cache forward."""
+"""The runner: tensors, no policy. It alone moves a sequence forward in the cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,61 +12,90 @@ from starquill.engine.loaded import LoadedModel
 from starquill.errors import NumericsError
 from starquill.kernels.native import is_finite
 from starquill.models.spec import StepBatch
-from starquill.nn.cache import KvCache
+from starquill.nn.cache import KvCache, Place
 
 PREFILL_CHUNK = 512
 
 
 class Runner:
-    """Runs one model over a cache of `slots` sequences."""
+    """Runs one model over a cache of `blocks`.
+
+    A sequence's tokens are computed in one of two ways: pieces of a prompt one sequence at a time
+    (`advance`), and single tokens of many sequences together (`decode`). Which way it was shows
+    in the last bits; who else was there does not.
+    """
 
     def __init__(
-        self, loaded: LoadedModel, slots: int = 1, prefill_chunk: int = PREFILL_CHUNK
+        self, loaded: LoadedModel, blocks: int, prefill_chunk: int = PREFILL_CHUNK
     ) -> None:
         self.loaded = loaded
         self.prefill_chunk = prefill_chunk
-        self.cache = KvCache(loaded.config.cache_shape(slots), loaded.dtype)
+        self.cache = KvCache(loaded.config.cache_shape(), loaded.dtype, blocks)
 
-    def prefill(self, slot: int, ids: Sequence[int], span: int) -> Tensor:
-        """Append `ids` to a slot, chunk by chunk; logits `[V]` after the last of them.
+    @torch.inference_mode()
+    def advance(self, place: Place, ids: Sequence[int]) -> Tensor:
+        """Append `ids` to a sequence in one pass; hidden states `[T, D]`."""
+        batch = StepBatch.after(place, torch.tensor([ids]), self.cache)
+        hidden: Tensor = self.loaded.model.hidden(batch)  # [1, T, D]
+        place.length += len(ids)
+        return hidden[0]
 
-        `span` is the length that the slot's sequence may reach; it must not change while the
-        slot holds the sequence.
+    def prefill(self, place: Place, ids: Sequence[int]) -> Tensor:
+        """Append `ids` to a sequence, chunk by chunk; logits `[V]` after the last of them."""
+        for start in range(0, len(ids), self.prefill_chunk):
+            hidden = self.advance(place, ids[start : start + self.prefill_chunk])
+        logits = self.logits(hidden[-1:])[0]
+        self.check(logits)
+        return logits
+
+    def score(self, place: Place, ids: Sequence[int]) -> Iterator[Tensor]:
+        """Append `ids` to a sequence; logits `[t, V]` after each of them, chunk by chunk."""
+        for start in range(0, len(ids), self.prefill_chunk):
+            hidden = self.advance(place, ids[start : start + self.prefill_chunk])
+            yield self.all_logits(hidden)
+
+    @torch.inference_mode()
+    def all_logits(self, hidden: Tensor) -> Tensor:
+        """Of a piece of one sequence: `[T, D] -> [T, V]`, checked."""
+        logits: Tensor = self.loaded.model.logits(hidden[None])[0]
+        self.check(logits)
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, places: Sequence[Place], ids: Sequence[Sequence[int]]) -> Tensor:
+        """Append one or more tokens to each sequence; logits `[N, V]` after every token.
+
+        N is the tokens of all, in their order.
         """
-        for start in range(0, len(ids), self.prefill_chunk):
-            chunk = torch.tensor([ids[start : start + self.prefill_chunk]])
-            hidden = self._step(chunk, torch.tensor([slot]), torch.tensor([span]))
-        return self._logits(hidden[:, -1])[0]
-
-    def score(self, slot: int, ids: Sequence[int], span: int) -> Iterator[Tensor]:
-        """Append `ids` to a slot; logits `[t, V]` after each of them, chunk by chunk."""
-        for start in range(0, len(ids), self.prefill_chunk):
-            chunk = torch.tensor([ids[start : start + self.prefill_chunk]])
-            hidden = self._step(chunk, torch.tensor([slot]), torch.tensor([span]))
-            yield self._logits(hidden)[0]
-
-    def decode(self, slots: Sequence[int], ids: Sequence[int], spans: Sequence[int]) -> Tensor:
-        """Append one token to each of `slots`; logits `[B, V]`."""
-        chunk = torch.tensor(ids)[:, None]
-        hidden = self._step(chunk, torch.tensor(slots), torch.tensor(spans))
-        return self._logits(hidden[:, -1])
-
-    @torch.inference_mode()
-    def _step(self, ids: Tensor, slots: Tensor, spans: Tensor) -> Tensor:
-        tokens = ids.shape[1]
-        positions = self.cache.lens[slots][:, None] + torch.arange(tokens)  # [B, T]
-        batch = StepBatch(ids, positions, slots, spans, self.cache)
-        hidden: Tensor = self.loaded.model.hidden(batch)  # [B, T, D]
-        self.cache.lens[slots] += tokens
-        return hidden
+        rows = [(place, place.length + i) for place, new in zip(places, ids, strict=True)
+                for i in range(len(new))]  # fmt: skip
+        tables = np.zeros((len(rows), max(len(place.table) for place in places)), dtype=np.int64)
+        for table, (place, _) in zip(tables, rows, strict=True):
+            table[: len(place.table)] = place.table
+        batch = StepBatch(
+            torch.tensor([token for new in ids for token in new])[:, None],
+            torch.tensor([position for _, position in rows])[:, None],
+            torch.from_numpy(tables),
+            torch.tensor([place.span for place, _ in rows]),
+            self.cache,
+        )
+        hidden: Tensor = self.loaded.model.hidden(batch)  # [N, 1, D]
+        logits = self.logits(hidden[:, 0])
+        for place, new in zip(places, ids, strict=True):
+            place.length += len(new)
+        return logits
 
     @torch.inference_mode()
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.loaded.model.logits(hidden)  # [B, V]
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[N, D] -> [N, V]`; what is not finite is for `check` to find."""
+        logits: Tensor = self.loaded.model.logits(hidden[:, None])  # row by row, however many
+        return logits[:, 0]
+
+    def check(self, logits: Tensor) -> None:
+        """Raise NumericsError for logits that are not finite."""
         if not is_finite(logits, threads=1):
             dtype = str(self.loaded.dtype).removeprefix("torch.")
             remedy = "the weights are damaged" if dtype == "float32" else "try --dtype float32"
             raise NumericsError(
                 f"{self.loaded.name} computed logits that are not finite in {dtype}; {remedy}"
             )
-        return logits

@@ -12,6 +12,7 @@ from torch import Tensor
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.runner import Runner
 from starquill.errors import BadRequestError
+from starquill.nn.cache import blocks_for
 
 CHUNK = 256
 WINDOW = 4096
@@ -59,7 +60,8 @@ class Score:
 
 def log_probabilities(loaded: LoadedModel, ids: Sequence[int]) -> Iterator[Tensor]:
     """log p `[t, V]` of the token after each of `ids`, chunk by chunk."""
-    for logits in Runner(loaded, prefill_chunk=CHUNK).score(0, ids, len(ids)):
+    runner = Runner(loaded, blocks_for(len(ids)), CHUNK)
+    for logits in runner.score(runner.cache.place(len(ids)), ids):
         yield logits.log_softmax(-1)
 
 

@@ -12,9 +12,9 @@ from starquill.errors import BadRequestError, CapacityError, listing
 from starquill.types import Delta, FinishReason, GenerateRequest
 
 
-def check_request(loaded: LoadedModel, request: GenerateRequest) -> None:
+def check_request(loaded: LoadedModel, request: GenerateRequest, context: int) -> None:
     """Refuse what cannot run: bad parameters, ids outside the vocabulary, too long a prompt."""
-    vocab_size, context = loaded.config.vocab_size, loaded.config.context_length
+    vocab_size = loaded.config.vocab_size
     check_params(request.params, vocab_size)
     if not request.prompt_ids:
         raise BadRequestError("the prompt has no tokens")
@@ -26,31 +26,34 @@ def check_request(loaded: LoadedModel, request: GenerateRequest) -> None:
     length = request.prompt_tokens
     if length >= context and request.params.max_tokens > 0:
         raise CapacityError(
-            f"the prompt has {length} tokens; the model's context is {context}, of which at "
-            "least one must be left to write"
+            f"the prompt has {length} tokens; the context is {context}, of which at least one "
+            "must be left to write"
         )
+    if length > context and request.prompt_logprobs is not None:
+        raise CapacityError(f"the prompt has {length} tokens; the context is {context}")
 
 
 class Sequence:
-    """One request while it runs: what it has written, and whether it is done."""
+    """One request while it runs: what it has written, and whether it is done.
 
-    def __init__(self, loaded: LoadedModel, request: GenerateRequest) -> None:
-        check_request(loaded, request)
+    `span` is the length that it may reach within `context`.
+    """
+
+    def __init__(self, loaded: LoadedModel, request: GenerateRequest, context: int) -> None:
         self.request = request
         self.output_ids: list[int] = []
         # Tokens that only write the healed end of the prompt again: not the user's.
         self.respelled = 0
         self.finish_reason: FinishReason | None = None
         self.sampler = Sampler(request.params, request.prompt_ids)
-        self.span = min(
-            loaded.config.context_length, len(request.prompt_ids) + request.params.max_tokens
-        )
+        length = len(request.prompt_ids)
+        self.span = max(length, min(context, length + request.params.max_tokens))
         self._loaded = loaded
         self._tokenizer = loaded.tokenizer
         self._end_ids = loaded.end_ids | request.stop_ids
         self._unspelled = request.heal
         self._text = TextStream(request.params.stop, skip=len(request.heal))
-        self._context = loaded.config.context_length
+        self._context = context
 
     def accept(self, logits: Tensor) -> Delta:
         """Choose the next token from `logits` `[V]` and say what it adds."""

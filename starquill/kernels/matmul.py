@@ -7,7 +7,25 @@ import math
 import torch
 from torch import Tensor
 
-from starquill.kernels.native import as_rows, native, serves
+from starquill.kernels.native import FLOAT_TYPES, as_rows, is_float, native, serves
+
+# As in csrc/ops.h. Each row of x comes out the same in any company, but not the same both ways.
+_ROWS, _BANDS, _EXACT = 0, 1, 2
+# Rows of a matrix `[N, in]` from which on unpacking the weights once for all of them is faster.
+_BANDS_FROM = 12
+
+
+def _way(x: Tensor, exact: bool) -> int:
+    """How to go over `x`: by its shape alone, so that results do not depend on the batch.
+
+    `[B, 1, in]`, a step of B sequences, goes row by row however many they are; `[B, T, in]`, a
+    piece of a prompt, never does.
+    """
+    if exact:
+        return _EXACT
+    if x.dim() > 2:
+        return _ROWS if x.shape[-2] == 1 else _BANDS
+    return _ROWS if x.numel() < _BANDS_FROM * x.shape[-1] else _BANDS
 
 
 class AffineKernel:
@@ -46,14 +64,15 @@ class AffineKernel:
             math.prod(lead),
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            exact,
+            _way(x, exact),
             torch.get_num_threads(),
         )
         return out if x.dtype is torch.float32 else out.to(x.dtype)
 
-    def matmul_experts(self, x: Tensor, counts: Tensor, exact: bool) -> Tensor:
+    def matmul_experts(self, x: Tensor, counts: Tensor, one: bool, exact: bool) -> Tensor:
         """The matrix as a stack of experts, each times its own rows of `x` `[N, in]`.
 
+        `one` says that they come from a step of one token a sequence, as `[B, 1, in]` does.
         `counts` `[E]` int64 says how many rows each has; they lie in the experts' order. Returns
         `[N, out/E]` in x's dtype.
         """
@@ -66,7 +85,7 @@ class AffineKernel:
         self._native.experts_at(
             [rows.data_ptr(), counts.data_ptr(), 0, out.data_ptr()],
             [experts, x.shape[0]],
-            exact,
+            _EXACT if exact else _ROWS if one else _BANDS,
             torch.get_num_threads(),
         )
         return out if x.dtype is torch.float32 else out.to(x.dtype)
@@ -85,18 +104,21 @@ class AffineKernel:
         return out
 
 
-# From this many rows on torch's float32 product wins over reading the weights row by row.
+# Rows of a matrix `[N, in]` from which on torch's float32 product wins over reading row by row.
 _FEW_ROWS = 8
 
 
 def takes_dense(weight: Tensor, x: Tensor) -> bool:
-    """Whether `dense_matmul` is the way to multiply a two-byte `weight` `[out, in]` with `x`."""
-    few = x.numel() <= _FEW_ROWS * x.shape[-1]
-    return few and serves(weight) and serves(x) and x.dtype is torch.float32
+    """Whether `dense_matmul` is the way to multiply `weight` `[out, in]` with `x`."""
+    few = x.shape[-2] == 1 if x.dim() > 2 else x.numel() <= _FEW_ROWS * x.shape[-1]
+    return few and is_float(weight) and serves(weight) and serves(x) and x.dtype is torch.float32
 
 
 def dense_matmul(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """bfloat16 or float16 `weight` `[out, in]` times float32 `x` `[..., in]`, in float32."""
+    """`weight` `[out, in]` of any float type times float32 `x` `[..., in]`, in float32.
+
+    Each row of `x` comes out the same in any company.
+    """
     assert native is not None
     outputs, inputs = weight.shape
     *lead, width = x.shape
@@ -114,7 +136,7 @@ def dense_matmul(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
             out.data_ptr(),
         ],
         [outputs, inputs, math.prod(lead)],
-        weight.dtype is torch.bfloat16,
+        FLOAT_TYPES[weight.dtype],
         torch.get_num_threads(),
     )
     return out

@@ -53,7 +53,7 @@ def serves(tensor: Tensor) -> bool:
     return not (tensor.requires_grad and torch.is_grad_enabled())
 
 
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in csrc/kernels.h
+FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in csrc/kernels.h
 
 
 def largest(tensor: Tensor, threads: int | None = None) -> float:
@@ -61,12 +61,12 @@ def largest(tensor: Tensor, threads: int | None = None) -> float:
     assert native is not None
     data = tensor.contiguous()
     count = threads or torch.get_num_threads()
-    return float(native.largest_at(data.data_ptr(), _TYPES[data.dtype], data.numel(), count))
+    return float(native.largest_at(data.data_ptr(), FLOAT_TYPES[data.dtype], data.numel(), count))
 
 
 def is_float(tensor: Tensor) -> bool:
     """Whether native code knows its type: float32, float16 or bfloat16."""
-    return tensor.dtype in _TYPES
+    return tensor.dtype in FLOAT_TYPES
 
 
 def is_finite(tensor: Tensor, threads: int | None = None) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from starquill.nn.cache import CacheShape, KvCache
+from starquill.nn.cache import CacheShape, KvCache, Place
 
 
 class ModelConfig(Protocol):
@@ -35,22 +36,29 @@ class ModelConfig(Protocol):
     @property
     def context_length(self) -> int: ...
 
-    def cache_shape(self, slots: int) -> CacheShape: ...
+    def cache_shape(self) -> CacheShape: ...
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """B rows of T new tokens.
 
-    `ids`, `positions` `[B, T]`; `slots` `[B]` names each row's place in `cache`; `spans` `[B]`
-    is the length that each row's sequence may reach (only dynamic rope reads it).
+    `ids`, `positions` `[B, T]`; `tables` `[B, W]` names the blocks of each row's sequence in
+    `cache`; `spans` `[B]` is the length that it may reach (only dynamic rope reads it).
     """
 
     ids: Tensor
     positions: Tensor
-    slots: Tensor
+    tables: Tensor
     spans: Tensor
     cache: KvCache
+
+    @classmethod
+    def after(cls, place: Place, ids: Tensor, cache: KvCache) -> StepBatch:
+        """`ids` `[1, T]`, the next of the sequence at `place`."""
+        positions = torch.arange(place.length, place.length + ids.shape[1])[None]
+        spans = torch.tensor([place.span])
+        return cls(ids, positions, torch.from_numpy(place.table)[None], spans, cache)
 
 
 class ModelParts(Protocol):

@@ -101,13 +101,11 @@ class Starcoder2Config:
             return int(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
 
-    def cache_shape(self, slots: int) -> CacheShape:
+    def cache_shape(self) -> CacheShape:
         return CacheShape(
             layers=self.num_hidden_layers,
-            slots=slots,
             kv_heads=self.num_key_value_heads,
             head_dim=self.head_dim,
-            context=self.context_length,
             window=self.sliding_window,
         )
 
@@ -180,7 +178,7 @@ class Starcoder2ForCausalLM(nn.Module):
     def step(self, batch: StepBatch) -> AttentionStep:
         """What all layers share; plans the cache."""
         cos, sin = rope_table(self.config.rope, batch.positions, batch.spans)
-        return AttentionStep(cos, sin, batch.cache, batch.cache.plan(batch.slots, batch.positions))
+        return AttentionStep(cos, sin, batch.cache, batch.cache.plan(batch.tables, batch.positions))
 
     def finish(self, x: Tensor) -> Tensor:
         """`[B, T, D]` from the last layer to what `logits` takes."""

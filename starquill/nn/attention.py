@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from starquill.kernels.attention import attend_many, attend_one
+from starquill.kernels.attention import attend_many, attend_one, store
 from starquill.nn.cache import CacheStep, KvCache
 from starquill.nn.rope import rotate
 
@@ -30,12 +30,14 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, layer: int, step: AttentionSt
     `q` `[B, Hq, T, Dh]`, `k` and `v` `[B, Hk, T, Dh]`. Returns `[B, T, Hq·Dh]`.
     """
     cache, plan = step.cache, step.plan
-    if plan.one is not None:
-        return attend_one(q, (k, v), (step.cos, step.sin), cache.layer(layer), plan.one)
+    if plan.native and q.shape[2] == 1:
+        return attend_one(q, (k, v), (step.cos, step.sin), cache.layer(layer), plan.paged)
     q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+    if plan.native:
+        for new, kept in zip((k, v), cache.layer(layer), strict=True):
+            store(new, kept, plan.paged)
+        return attend_many(q, cache.layer(layer), plan.paged)
     keys, values = cache.update(layer, k, v, plan)  # [B, Hk, S, Dh]
-    if plan.many is not None:
-        return attend_many(q, (keys, values), plan.many, cache.shape.window)
     return attend(q, keys, values, plan)
 
 
@@ -45,9 +47,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, step: CacheStep) -> Tensor:
     `q` `[B, Hq, T, Dh]`, `k` and `v` `[B, Hk, S, Dh]`; query head h reads KV head h // (Hq/Hk).
     Returns `[B, T, Hq·Dh]`.
     """
-    if q.dtype == torch.float16 and not bool(q.isfinite().all() and k.isfinite().all()):
-        # Overflowed; torch's kernel would turn it into zeros, and the model would go on.
-        return torch.full_like(q, math.nan).transpose(1, 2).flatten(2)
+    out = _attend(q, k, v, step)
+    if q.dtype == torch.float16:
+        # What overflowed torch's kernel turns into zeros, and the model would go on.
+        sound = q.isfinite().flatten(1).all(1) & k.isfinite().flatten(1).all(1)  # [B]
+        out = out.masked_fill(~sound[:, None, None], math.nan)
+    return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, step: CacheStep) -> Tensor:
     batch, heads, tokens, head_dim = q.shape
     groups = heads // k.shape[1]
     mask = step.mask if step.mask is None else step.mask.to(q.dtype)

@@ -1,183 +1,181 @@
-"""Key/value cache: per layer a ring of the last positions that attention may still see."""
+"""Key/value cache: blocks of positions that sequences own, share and give back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from starquill.kernels.attention import ManyTokens, OneToken, attends, store
+from starquill.kernels.attention import BLOCK, Paged, attends
 
-_FIRST_CAPACITY = 256
+_ALIGNED = 64  # a cache line, and the widest vector
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of a cache. `window` is None when every earlier position stays visible."""
+    """What one position takes. `window` is None when every earlier position stays visible."""
 
     layers: int
-    slots: int
     kv_heads: int
     head_dim: int
-    context: int
     window: int | None = None
 
-    @property
-    def ring(self) -> int:
-        """Positions kept at most: a query sees itself and the `window` - 1 before it."""
-        return self.context if self.window is None else min(self.context, self.window)
+    def block_bytes(self, dtype: torch.dtype) -> int:
+        """Of one block in all layers, keys and values."""
+        return 2 * self.layers * self.kv_heads * BLOCK * self.head_dim * dtype.itemsize
+
+    def first_block(self, position: int) -> int:
+        """The first block that a token at `position` can see."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // BLOCK
+
+    def most_blocks(self, span: int, chunk: int) -> int:
+        """What a sequence of `span` tokens needs at once, computed at most `chunk` at a time."""
+        if self.window is None:
+            return blocks_for(span)
+        return min(blocks_for(span), blocks_for(self.window + chunk) + 1)
+
+
+def blocks_for(tokens: int) -> int:
+    return -(-tokens // BLOCK)
+
+
+@dataclass(eq=False)
+class Place:
+    """Where one sequence's keys and values lie; only a runner changes `length`.
+
+    `table` int64 names its blocks, 0 for those that it needs no more or does not have yet. `span`
+    is the length that it may reach, which must not change while it has any.
+    """
+
+    span: int
+    length: int = 0
+    table: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = np.zeros(blocks_for(self.span), dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class CacheStep:
-    """Where the T new tokens of a step go in the ring, and what its queries may see.
+    """Where the new tokens of a step go, and what its queries may see.
 
-    `mask` is additive, `[B, 1, T, S]`; None stands for "everything" or, with `causal`, for the
-    plain triangle. When the ring would overwrite positions that the step's first queries still
-    need, `read_first` has the old ring read before the new tokens are stored.
+    Where the native kernels do not serve, blocks `[first, last)` of every row are written out, and
+    `mask`, additive `[B, 1, T, S]`, covers them; None stands for "everything" or, with `causal`,
+    for the plain triangle.
     """
 
-    rows: Tensor | slice
-    targets: Tensor  # [B, kept]: ring index of each token that stays
-    kept: int
-    extent: int
-    read_first: bool
-    mask: Tensor | None
-    causal: bool
-    one: OneToken | None = None  # set where the native kernel can do a step of one token
-    many: ManyTokens | None = None  # the same for more
+    paged: Paged
+    native: bool
+    first: int = 0
+    mask: Tensor | None = None
+    causal: bool = False
 
 
 class KvCache:
-    """k and v `[slots, Hk, S, Dh]` per layer. Position p lives at ring index p % ring.
+    """k and v `[blocks, Hk, BLOCK, Dh]` per layer.
 
-    Memory grows by doubling up to the ring's size and no further, so with a sliding window it
-    stops growing at the window. `lens[slot]` counts the tokens seen; only the runner changes it.
+    Which blocks are whose says the `tables` `[B, W]` of each step: position p of a row lies in
+    block `tables[row, p // BLOCK]`. Block 0 stays empty: it stands for those that no query sees any
+    more. Memory is taken from the system when it is first written to.
     """
 
-    def __init__(self, shape: CacheShape, dtype: torch.dtype, *, shared: bool = False) -> None:
-        """With `shared` the memory of one layer serves whichever runs, one after the other."""
+    def __init__(
+        self, shape: CacheShape, dtype: torch.dtype, blocks: int, *, shared: bool = False
+    ) -> None:
+        """Room for `blocks` besides the empty one.
+
+        With `shared` the memory of one layer serves whichever runs, one after the other.
+        """
         self.shape = replace(shape, layers=1) if shared else shape
-        self._shared = shared
         self.dtype = dtype
-        self.lens = torch.zeros(shape.slots, dtype=torch.int64)
-        self.capacity = 0
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._reserve(1)
+        self.blocks = blocks + 1
+        self._shared = shared
+        self._taken = 0
+        size = (self.blocks, shape.kv_heads, BLOCK, shape.head_dim)
+        self._keys = [_zeros(size, dtype) for _ in range(self.shape.layers)]
+        self._values = [_zeros(size, dtype) for _ in range(self.shape.layers)]
+
+    def place(self, span: int) -> Place:
+        """For who shares the cache with nobody: a sequence in blocks that were never used."""
+        place = Place(span)
+        first = self._taken + 1
+        self._taken += len(place.table)
+        assert self._taken < self.blocks, "more sequences than there is room for"
+        place.table[:] = np.arange(first, self._taken + 1)
+        return place
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values))
+        """When every block has been written to."""
+        return self.blocks * self.shape.block_bytes(self.dtype)
 
-    def clear(self, slot: int) -> None:
-        """Empty a slot; zeros, because a masked NaN would still poison the weighted sum."""
-        self.lens[slot] = 0
+    def clear(self, block: int) -> None:
+        """Zeros, because what is masked out must be finite: 0 times NaN would be seen."""
         for tensor in (*self._keys, *self._values):
-            tensor[slot] = 0
+            tensor[block] = 0
 
-    def _reserve(self, positions: int) -> None:
-        if positions <= self.capacity:
-            return
-        grown = max(_FIRST_CAPACITY, 2 * self.capacity)
-        while grown < positions:
-            grown *= 2
-        grown = min(grown, self.shape.ring)
-        size = (self.shape.slots, self.shape.kv_heads, grown, self.shape.head_dim)
-        for tensors in (self._keys, self._values):
-            for layer in range(self.shape.layers):
-                # Zeros, not empty: see `clear`.
-                new = torch.zeros(size, dtype=self.dtype)
-                if tensors and layer < len(tensors):
-                    new[:, :, : self.capacity] = tensors[layer]
-                    tensors[layer] = new
-                else:
-                    tensors.append(new)
-        self.capacity = grown
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """The first `tokens` of a block; the rest of `target` is cleared."""
+        for tensor in (*self._keys, *self._values):
+            tensor[target, :, :tokens] = tensor[source, :, :tokens]
+            tensor[target, :, tokens:] = 0
 
-    def plan(self, slots: Tensor, positions: Tensor) -> CacheStep:
-        """Plan a step of `positions` `[B, T]` on `slots` `[B]`, growing the ring if it must.
-
-        Positions of a row are consecutive and begin at the slot's length.
-        """
-        ring, new_tokens = self.shape.ring, positions.shape[1]
-        ends = positions[:, -1] + 1  # [B]
-        furthest = int(ends.max())
-        self._reserve(min(furthest, ring))
-        extent = min(furthest, ring)
-        read_first = furthest > ring and new_tokens > 1
-        kept = min(new_tokens, ring)
-        targets = positions[:, -kept:] % ring
-        rows = _rows(slots)
-        native = attends(self._keys[0])
-        if native and new_tokens == 1:
-            one = OneToken(slots, targets[:, 0].contiguous(), ends.clamp(max=ring))
-            return CacheStep(rows, targets, kept, extent, read_first, None, False, one)
-        causal = furthest == new_tokens and not read_first
-        seen_before = positions[:, 0] if read_first else ends
-        key_positions = _ring_positions(seen_before, extent, ring)  # [B, S]
-        if read_first:
-            key_positions = torch.cat((key_positions, positions), dim=1)
-        if native:
-            many = ManyTokens(slots, targets, positions, key_positions)
-            return CacheStep(rows, targets, kept, extent, read_first, None, causal, None, many)
-        mask = None if causal else _visible(key_positions, positions, self.shape.window)
-        return CacheStep(rows, targets, kept, extent, read_first, mask, causal)
+    def plan(self, tables: Tensor, positions: Tensor) -> CacheStep:
+        """Plan a step of `positions` `[B, T]`, consecutive in each row, over `tables` `[B, W]`."""
+        starts, tokens = positions[:, 0].contiguous(), positions.shape[1]
+        window = self.shape.window
+        paged = Paged(tables, starts, window)
+        if attends(self._keys[0]):
+            return CacheStep(paged, native=True)
+        first = self.shape.first_block(int(starts.min()))
+        extent = int(starts.max()) + tokens
+        causal = extent == tokens and (window is None or tokens <= window)
+        mask = None if causal else _visible(torch.arange(first * BLOCK, extent), positions, window)
+        return CacheStep(paged, False, first, mask, causal)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """All of a layer's keys and values, `[slots, Hk, S, Dh]` each."""
+        """All of a layer's keys and values, `[blocks, Hk, BLOCK, Dh]` each."""
         index = 0 if self._shared else index
         return self._keys[index], self._values[index]
 
     def update(
         self, layer: int, keys: Tensor, values: Tensor, step: CacheStep
     ) -> tuple[Tensor, Tensor]:
-        """Store new `keys`, `values` `[B, Hk, T, Dh]`; return all that may be attended to."""
-        old_keys, old_values = self.layer(layer)
-        return self._update_one(old_keys, keys, step), self._update_one(old_values, values, step)
+        """Store new `keys`, `values` `[B, Hk, T, Dh]`; return all that may be attended to.
 
-    @staticmethod
-    def _update_one(cache: Tensor, new: Tensor, step: CacheStep) -> Tensor:
-        ring = cache[step.rows]  # a view of [B, Hk, S, Dh], or a copy when rows are scattered
-        if step.read_first:
-            visible = torch.cat((ring[:, :, : step.extent], new), dim=2)
-        if step.many is not None:
-            store(new, cache, step.many.slots, step.many.places)
-            ring = cache[step.rows]
-        else:
-            index = step.targets[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
-            ring.scatter_(2, index, new[:, :, -step.kept :])
-            if not isinstance(step.rows, slice):
-                cache[step.rows] = ring
-        return visible if step.read_first else ring[:, :, : step.extent]
+        The latter as `[B, Hk, S, Dh]`, the positions that `step.mask` is about.
+        """
+        ours = self.layer(layer)
+        return _update_one(ours[0], keys, step), _update_one(ours[1], values, step)
 
 
-def _rows(slots: Tensor) -> Tensor | slice:
-    """A slice when slots are neighbours in order, so that reading the cache copies nothing."""
-    first, count = int(slots[0]), slots.numel()
-    if torch.equal(slots, torch.arange(first, first + count)):
-        return slice(first, first + count)
-    return slots
-
-
-def _ring_positions(seen: Tensor, extent: int, ring: int) -> Tensor:
-    """The position that each of `extent` ring entries holds after `seen` `[B]` tokens.
-
-    The newest position p < seen with p % ring == index; negative where nothing was written.
-    """
-    index = torch.arange(extent)
-    newest = seen[:, None] - 1
-    return newest - (newest - index) % ring  # [B, S]
+def _update_one(cache: Tensor, new: Tensor, step: CacheStep) -> Tensor:
+    tables, tokens = step.paged.tables, new.shape[2]
+    positions = step.paged.starts[:, None] + torch.arange(tokens)  # [B, T]
+    blocks = tables.gather(1, positions // BLOCK)
+    cache[blocks, :, positions % BLOCK] = new.transpose(1, 2)
+    extent = int(step.paged.starts.max()) + tokens
+    pages = cache[tables[:, step.first : blocks_for(extent)]]  # [B, n, Hk, BLOCK, Dh]
+    return pages.transpose(1, 2).flatten(2, 3)[:, :, : extent - step.first * BLOCK]
 
 
 def _visible(key_positions: Tensor, positions: Tensor, window: int | None) -> Tensor | None:
     """Additive mask `[B, 1, T, S]` float32, or None when every key is visible to every query."""
-    keys, queries = key_positions[:, None, :], positions[:, :, None]
-    allowed = (keys >= 0) & (keys <= queries)
+    queries = positions[:, :, None]
+    allowed = key_positions <= queries
     if window is not None:
-        allowed &= keys > queries - window
+        allowed &= key_positions > queries - window
     if bool(allowed.all()):
         return None
     mask = torch.zeros(allowed.shape, dtype=torch.float32)
     return mask.masked_fill_(~allowed, float("-inf"))[:, None]
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until they are written to, as torch's own would."""
+    count = int(np.prod(size)) * dtype.itemsize
+    data = np.zeros(count + _ALIGNED, dtype=np.uint8)
+    start = -data.ctypes.data % _ALIGNED
+    return torch.from_numpy(data[start : start + count]).view(dtype).view(size)

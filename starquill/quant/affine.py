@@ -116,17 +116,18 @@ class AffineWeight:
         """The product in plain torch."""
         return in_bands(self.shape[0], x, bias, lambda start, end: self[start:end].dequantize())
 
-    def matmul_experts(self, x: Tensor, experts: Tensor) -> Tensor:
+    def matmul_experts(self, x: Tensor, experts: Tensor, *, one: bool = False) -> Tensor:
         """Each row of `x` `[N, in]` times the matrix of its expert, `experts` `[N]` int64.
 
         Of a stack `[E, out, in]`. Rows are grouped by expert, weights are read where they lie.
+        `one` is for rows that are single tokens of several sequences (see `kernels.matmul`).
         Returns `[N, out]`.
         """
         order = experts.argsort(stable=True)
         counts = experts.bincount(minlength=self.shape[0])
         grouped = x[order]
         if self._kernel is not None and serves(x):
-            y = self._kernel.matmul_experts(grouped, counts, self.exact)
+            y = self._kernel.matmul_experts(grouped, counts, one, self.exact)
         else:
             parts = grouped.split(counts.tolist())
             y = torch.cat([self[e].matmul(part) for e, part in enumerate(parts)])

@@ -77,10 +77,10 @@ class DenseWeight:
         return self.data.numel() * self.data.element_size()
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.data.dtype == self.dtype:
-            return F.linear(x, self.data, bias)
         if takes_dense(self.data, x):
             return dense_matmul(self.data, x, bias)
+        if self.data.dtype == self.dtype:
+            return F.linear(x, self.data, bias)
         return in_bands(self.shape[0], x, bias, lambda start, end: self.data[start:end].to(x.dtype))
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from starquill.engine.engine import Engine
-from starquill.engine.generation import Event
+from starquill.engine.running import Event
 from starquill.types import Delta, GenerateRequest
 
 T = TypeVar("T")

@@ -31,14 +31,15 @@ class Recorder(Runner):
 
     calls: list[tuple[Any, ...]]
 
-    def prefill(self, slot: int, ids: Any, span: int) -> torch.Tensor:
-        self.calls.append(("prefill", slot, len(ids), int(self.cache.lens[slot]), span))
-        return super().prefill(slot, ids, span)
+    def prefill(self, place: Any, ids: Any) -> torch.Tensor:
+        self.calls.append(("prefill", place.table[0], len(ids), place.length, place.span))
+        return super().prefill(place, ids)
 
-    def decode(self, slots: Any, ids: Any, spans: Any) -> torch.Tensor:
-        before = self.cache.lens[list(slots)].tolist()
-        self.calls.append(("decode", list(slots), len(ids), before, list(spans)))
-        return super().decode(slots, ids, spans)
+    def decode(self, places: Any, ids: Any) -> torch.Tensor:
+        assert all(len(new) == 1 for new in ids)
+        rows = [(place.table[0], place.length, place.span) for place in places]
+        self.calls.append(("decode", rows))
+        return super().decode(places, ids)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def test_every_prompt_goes_into_an_empty_cache(loaded: LoadedModel, calls: list[Any]) -> None:
     found = measure(loaded, Case("prefill", 20), rounds=3)
-    assert calls == [("prefill", 0, 20, 0, 20)] * 4  # one to warm up
+    assert calls == [("prefill", 1, 20, 0, 20)] * 4  # one to warm up
     assert len(found.seconds) == 3
 
 
@@ -60,10 +61,9 @@ def test_decoding_begins_at_the_same_depth_in_every_round(
     loaded: LoadedModel, calls: list[Any], depth: int, batch: int
 ) -> None:
     found = measure(loaded, Case("decode", 4, depth, batch), rounds=2)
-    slots = list(range(batch))
-    span = depth + 4
-    filled = [("prefill", slot, depth, 0, span) for slot in slots] if depth else []
-    steps = [("decode", slots, batch, [depth + i] * batch, [span] * batch) for i in range(4)]
+    blocks, span = range(1, batch + 1), depth + 4
+    filled = [("prefill", block, depth, 0, span) for block in blocks] if depth else []
+    steps = [("decode", [(block, depth + i, span) for block in blocks]) for i in range(4)]
     assert calls == [*filled, *steps, *steps, *steps]
     assert len(found.seconds) == 2
 

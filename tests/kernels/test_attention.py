@@ -8,57 +8,66 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from starquill.kernels.attention import MOST_HEAD_DIM, OneToken, attend_one, attends
+from starquill.kernels.attention import BLOCK, MOST_HEAD_DIM, Paged, attend_one, attends
 from starquill.kernels.elementwise import gelu_tanh, layer_norm
 from starquill.kernels.native import native
 from starquill.nn.attention import AttentionStep, attend_cached
-from starquill.nn.cache import CacheShape, KvCache
+from starquill.nn.cache import CacheShape, KvCache, blocks_for
 from starquill.nn.rope import rotate
 
 if native is None:
     pytest.skip("the native kernels were not built", allow_module_level=True)
 
 
+windows = st.one_of(st.none(), st.integers(1, 200))
+head_dims = st.one_of(st.sampled_from([64, 128, 256]), st.integers(1, 40).map(lambda n: 2 * n))
+head_counts = st.tuples(st.integers(1, 3), st.integers(1, 20))
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    ring=st.one_of(st.integers(1, 9), st.integers(1, 300)),
-    head_dim=st.integers(1, 70).map(lambda half: 2 * half),
-    heads=st.tuples(st.integers(1, 3), st.integers(1, 20)),
-    spare=st.integers(0, 2),
-    data=st.data(),
-)
+@given(window=windows, head_dim=head_dims, heads=head_counts, data=st.data())
 def test_attention_is_torchs(
-    ring: int, head_dim: int, heads: tuple[int, int], spare: int, data: st.DataObject
+    window: int | None, head_dim: int, heads: tuple[int, int], data: st.DataObject
 ) -> None:
+    """One or more new tokens of several sequences, whose blocks lie anywhere."""
     kv_heads, group = heads
-    batch = data.draw(st.integers(1, 3))
-    torch.manual_seed(ring * head_dim)
-    order = torch.randperm(batch + spare)[:batch]
-    counts = torch.tensor([data.draw(st.integers(1, ring)) for _ in range(batch)])
-    places = torch.tensor([data.draw(st.integers(0, int(n) - 1)) for n in counts])
+    lengths = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=3))
+    new = data.draw(st.lists(st.integers(1, 3), min_size=len(lengths), max_size=len(lengths)))
+    torch.manual_seed(sum(lengths) * head_dim)
+    width = blocks_for(max(lengths) + 3)
+    order = torch.randperm(len(lengths) * width).view(len(lengths), width)
+    rows = [(table, n + i) for table, n, more in zip(order, lengths, new, strict=True)
+            for i in range(more)]  # fmt: skip
+    batch = len(rows)
+    at = Paged(
+        torch.stack([table for table, _ in rows]), torch.tensor([p for _, p in rows]), window
+    )
     q = torch.randn(batch, kv_heads * group, 1, head_dim) * 3
     k, v = (torch.randn(batch, kv_heads, 1, head_dim) for _ in range(2))
     cos, sin = (torch.rand(batch, 1, 1, head_dim) for _ in range(2))
-    caches = tuple(torch.randn(batch + spare, kv_heads, ring, head_dim) for _ in range(2))
+    caches = tuple(torch.randn(order.numel(), kv_heads, BLOCK, head_dim) for _ in range(2))
     keys, values = (cache.clone() for cache in caches)
-    for row in range(batch):
-        keys[order[row], :, places[row]] = rotate(k, cos, sin)[row, :, 0]
-        values[order[row], :, places[row]] = v[row, :, 0]
-    seen = torch.arange(ring) < counts[:, None]
-    expected = F.scaled_dot_product_attention(
-        rotate(q, cos, sin).double(),
-        keys[order].double(),
-        values[order].double(),
-        seen[:, None, None],
-        enable_gqa=True,
-    ).flatten(1)
+    for row, (table, p) in enumerate(rows):
+        keys[table[p // BLOCK], :, p % BLOCK] = rotate(k, cos, sin)[row, :, 0]
+        values[table[p // BLOCK], :, p % BLOCK] = v[row, :, 0]
+    expected = []
+    for row, (table, p) in enumerate(rows):
+        first = 0 if window is None else max(0, p - window + 1)
+        own = (part[table].transpose(0, 1).flatten(1, 2)[None, :, first : p + 1].double()
+               for part in (keys, values))  # fmt: skip
+        query = rotate(q, cos, sin)[row : row + 1].double()
+        expected.append(F.scaled_dot_product_attention(query, *own, enable_gqa=True).flatten(1))
     for level in native.isa_levels():
         native.select_isa(level)
         mine = (caches[0].clone(), caches[1].clone())
-        out = attend_one(q, (k, v), (cos, sin), mine, OneToken(order, places, counts))
-        torch.testing.assert_close(out.flatten(1).double(), expected, rtol=0, atol=2e-5)
+        out = attend_one(q, (k, v), (cos, sin), mine, at)
+        torch.testing.assert_close(out.flatten(1).double(), torch.cat(expected), rtol=0, atol=2e-5)
         torch.testing.assert_close(mine[0], keys, rtol=0, atol=1e-6)
         assert torch.equal(mine[1], values)
+        # Each row comes out the same alone, when those before it are there.
+        last = Paged(at.tables[-1:], at.starts[-1:], window)
+        alone = attend_one(q[-1:], (k[-1:], v[-1:]), (cos[-1:], sin[-1:]), mine, last)
+        assert torch.equal(alone[0], out[-1])
 
 
 def test_caches_that_torch_attends_to() -> None:
@@ -70,53 +79,43 @@ def test_caches_that_torch_attends_to() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    window=st.one_of(st.none(), st.integers(1, 200)),
-    head_dim=st.one_of(st.sampled_from([64, 128, 256]), st.integers(1, 40).map(lambda n: 2 * n)),
+    window=windows,
+    head_dim=head_dims,
     heads=st.tuples(st.integers(1, 3), st.integers(1, 5)),
     chunks=st.lists(st.integers(2, 150), min_size=1, max_size=4),
     batch=st.integers(1, 3),
-    backwards=st.booleans(),
 )
 def test_many_queries_see_what_torchs_see(
-    window: int | None,
-    head_dim: int,
-    heads: tuple[int, int],
-    chunks: list[int],
-    batch: int,
-    backwards: bool,
+    window: int | None, head_dim: int, heads: tuple[int, int], chunks: list[int], batch: int
 ) -> None:
-    """Chunk after chunk through the cache, past the window and over the ring's end."""
+    """Chunk after chunk through the cache, past the window; equal in chunks of other sizes."""
     kv_heads, group = heads
-    shape = CacheShape(1, batch + 1, kv_heads, head_dim, context=1000, window=window)
+    total = sum(chunks)
+    shape, width = CacheShape(1, kv_heads, head_dim, window), blocks_for(total)
     generator = torch.Generator().manual_seed(head_dim)
-    ours, theirs = KvCache(shape, torch.float32), KvCache(shape, torch.float64)
-    slots = torch.arange(batch) + 1
-    slots = slots.flip(0) if backwards else slots
-    for chunk in chunks:
-        positions = ours.lens[slots][:, None] + torch.arange(chunk)
-        angles = torch.rand(batch, 1, chunk, head_dim, generator=generator)
-        q = torch.randn(batch, kv_heads * group, chunk, head_dim, generator=generator) * 2
-        k, v = (
-            torch.randn(batch, kv_heads, chunk, head_dim, generator=generator) for _ in range(2)
-        )
-        plan = theirs.plan(slots, positions)
-        step = AttentionStep(angles.cos().double(), angles.sin().double(), theirs, plan)
-        expected = attend_cached(q.double(), k.double(), v.double(), 0, step)
-        lengths = ours.lens.clone()
-        for level in native.isa_levels():
-            native.select_isa(level)
-            ours.lens = lengths.clone()
-            plan = ours.plan(slots, positions)
-            assert plan.many is not None
-            kept = [part.clone() for part in ours.layer(0)]
-            step = AttentionStep(angles.cos(), angles.sin(), ours, plan)
-            out = attend_cached(q, k, v, 0, step)
-            torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-5)
-            if level != native.isa_levels()[-1]:
-                for part, before in zip(ours.layer(0), kept, strict=True):
-                    part.copy_(before)
-        ours.lens[slots] += chunk
-        theirs.lens[slots] += chunk
+    tables = torch.randperm(batch * width, generator=generator).view(batch, width) + 1
+    angles = torch.rand(batch, 1, total, head_dim, generator=generator)
+    q = torch.randn(batch, kv_heads * group, total, head_dim, generator=generator) * 2
+    k, v = (torch.randn(batch, kv_heads, total, head_dim, generator=generator) for _ in range(2))
+
+    def run(dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
+        cache, start, parts = KvCache(shape, dtype, batch * width), 0, []
+        for size in sizes:
+            here = slice(start, start + size)
+            plan = cache.plan(tables, torch.arange(start, start + size).expand(batch, -1))
+            assert plan.native == (dtype == torch.float32)
+            turned = (f(angles[:, :, here]).to(dtype) for f in (torch.cos, torch.sin))
+            new = (part[:, :, here].to(dtype) for part in (q, k, v))
+            parts.append(attend_cached(*new, 0, AttentionStep(*turned, cache, plan)))
+            start += size
+        return torch.cat(parts, dim=1)
+
+    expected = run(torch.float64, chunks)
+    for level in native.isa_levels():
+        native.select_isa(level)
+        out = run(torch.float32, chunks)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-5)
+        assert torch.equal(out, run(torch.float32, [total]))
 
 
 def test_gelu_is_torchs() -> None:

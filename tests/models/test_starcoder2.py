@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from starquill.engine.runner import Runner
 from starquill.loading import load
 from tests import tiny
 
@@ -95,37 +96,12 @@ def test_logits_equal_the_fixture(tmp_path: Path, window: bool) -> None:
 
 def test_rows_of_a_batch_do_not_touch(tmp_path: Path) -> None:
     """Rows of different lengths, past the window, each equal to running alone."""
-    from starquill.models.spec import StepBatch
-    from starquill.nn.cache import KvCache
-
     loaded = tiny.load_tiny(tmp_path)
     texts = [tiny.random_ids(n, seed=n) for n in (3, 9, 20)]
-    cache = KvCache(loaded.config.cache_shape(4), torch.float32)
-    slots = [3, 0, 2]  # neither neighbours nor in order
-    with torch.inference_mode():
-        for slot, ids in zip(slots, texts, strict=True):
-            positions = torch.arange(len(ids) - 1)[None]
-            row = torch.tensor([slot])
-            batch = StepBatch(torch.tensor([ids[:-1]]), positions, row, row, cache)
-            loaded.model.hidden(batch)
-            cache.lens[slot] = len(ids) - 1
-        rows = torch.tensor(slots)
-        last = torch.tensor([[ids[-1]] for ids in texts])
-        batch = StepBatch(last, cache.lens[rows][:, None], rows, rows, cache)
-        together = loaded.model.logits(loaded.model.hidden(batch))[:, 0]
-    for row, ids in enumerate(texts):
-        alone = tiny.our_logits(loaded, ids)[-1]
-        torch.testing.assert_close(together[row], alone, atol=2e-5, rtol=0)
-
-
-def test_cache_stops_growing_at_the_window(tmp_path: Path) -> None:
-    from starquill.engine.runner import Runner
-
-    raw = tiny.config(sliding_window=300, max_position_embeddings=2000)
-    runner = Runner(load(tiny.write_checkpoint(tmp_path, raw)), prefill_chunk=64)
-    sizes = []
-    for _ in range(12):
-        runner.prefill(0, tiny.random_ids(100), 2000)
-        sizes.append(runner.cache.nbytes)
-    assert runner.cache.capacity == 300
-    assert sizes[-1] == sizes[3]
+    runner = Runner(loaded, 6)
+    places = [runner.cache.place(64) for _ in texts]
+    for place, ids in zip(places, texts, strict=True):
+        runner.prefill(place, ids[:-1])
+    together = runner.decode(places[::-1], [ids[-1:] for ids in texts[::-1]]).flip(0)
+    for row, ids in zip(together, texts, strict=True):
+        torch.testing.assert_close(row, tiny.our_logits(loaded, ids)[-1], atol=2e-5, rtol=0)

@@ -21,8 +21,8 @@ from starquill.errors import CheckpointError, NumericsError, UnsupportedError
 from starquill.loading import load
 from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.attention import attend
-from starquill.nn.cache import CacheShape, KvCache
-from starquill.types import Delta, GenerateRequest, SamplingParams
+from starquill.nn.cache import CacheShape, KvCache, blocks_for
+from starquill.types import Delta, EngineOptions, GenerateRequest, SamplingParams
 from tests import tiny
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -49,9 +49,10 @@ def _steps(deltas: Iterable[Delta]) -> list[tuple[int | None, Any]]:
 def _after_pieces(loaded: LoadedModel, ids: Sequence[int], pieces: Sequence[int]) -> Tensor:
     """Logits after each piece of `ids`, appended one after the other."""
     assert sum(pieces) == len(ids)
-    runner, start, logits = Runner(loaded), 0, []
+    runner, start, logits = Runner(loaded, blocks_for(len(ids))), 0, []
+    place = runner.cache.place(len(ids))
     for piece in pieces:
-        logits.append(runner.prefill(0, ids[start : start + piece], len(ids)))
+        logits.append(runner.prefill(place, ids[start : start + piece]))
         start += piece
     return torch.stack(logits)
 
@@ -247,22 +248,23 @@ def test_b09_repeated_and_interleaved_requests_equal_cold_runs(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("window", [8, None])
-def test_b09_a_cleared_slot_holds_nothing_of_its_past(tmp_path: Path, window: int | None) -> None:
-    """B09: a slot used again after its ring wrapped must equal a fresh one at every step."""
+def test_b09_a_block_holds_nothing_of_its_past(tmp_path: Path, window: int | None) -> None:
+    """B09: a block that was another's must equal a fresh one at every step."""
     loaded = load(_write(tmp_path, sliding_window=window))
     ids = tiny.random_ids(30)
-    runner = Runner(loaded, slots=2, prefill_chunk=5)
-    for slot in (0, 1):
-        runner.prefill(slot, ids, 64)
+    runner = Runner(loaded, 2, prefill_chunk=5)
+    one, other = runner.cache.place(64), runner.cache.place(64)
+    for place in (one, other):
+        runner.prefill(place, ids)
     for length in (12, 3, 9):
-        runner.cache.clear(1)
-        runner.prefill(1, ids[:length], 64)
+        other.length = 0
+        runner.prefill(other, ids[:length])
         expected = tiny.our_logits(loaded, [*ids[:length], *range(40, 52)])
         for step, token in enumerate(range(40, 52)):
-            both = runner.decode([0, 1], [7, token], [64, 64])
+            both = runner.decode([one, other], [[7], [token]])
             _close(both[1], expected[length + step], 2e-5)
-        runner.cache.clear(0)
-        runner.prefill(0, ids, 64)
+        one.length = 0
+        runner.prefill(one, ids)
 
 
 @pytest.mark.parametrize("chunk", [512, 100])
@@ -274,23 +276,22 @@ def test_b10_long_prompts_match_at_every_step(
 ) -> None:
     """B10: gibberish beyond the window, where positions or keys were not cut alike.
 
-    Prompts of 3 W + 1 tokens and W more; the cache grows twice where it has the room.
+    Prompts of 3 W + 1 tokens and W more.
     """
     reach = window or context // 4 - 1
     prompt = tiny.random_ids(3 * reach + 1)
     raw = tiny.config(sliding_window=window, max_position_embeddings=context)
     state = tiny.weights(raw)
-    runner = Runner(load(tiny.write_checkpoint(tmp_path, raw, state)), prefill_chunk=chunk)
     span, ids = len(prompt) + reach, list(prompt)
-    logits = [runner.prefill(0, prompt, span)]
-    sizes = {runner.cache.capacity}
+    loaded = load(tiny.write_checkpoint(tmp_path, raw, state))
+    runner = Runner(loaded, blocks_for(span), prefill_chunk=chunk)
+    place = runner.cache.place(span)
+    logits = [runner.prefill(place, prompt)]
     while len(ids) < span:
         ids.append(int(logits[-1].argmax()))
-        logits.append(runner.decode([0], ids[-1:], [span])[0])
-        sizes.add(runner.cache.capacity)
+        logits.append(runner.decode([place], [ids[-1:]])[0])
     expected = tiny.reference_logits(raw, state, ids)[len(prompt) - 1 :]
     _close(torch.stack(logits), expected, 5e-5)
-    assert max(sizes) == min(window or context, context)
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
@@ -385,13 +386,13 @@ def test_b11_norms_and_their_parameters_stay_in_float32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seen", "tokens"), [(0, 5), (3, 1), (3, 4), (20, 1), (20, 5)])
 def test_b11_softmax_is_in_float32(seen: int, tokens: int) -> None:
     """B11: scores of 360,000 exceed float16, whose largest number is 65,504."""
-    cache = KvCache(CacheShape(1, 1, 2, 16, 64, window=8), torch.float16)
+    cache = KvCache(CacheShape(1, 2, 16, window=8), torch.float16, 1)
     values = torch.randn(1, 2, seen + tokens, 16, generator=torch.Generator().manual_seed(0)).half()
     for first, last in ((0, seen), (seen, seen + tokens)):
         if first == last:
             continue
         big = torch.full((1, 4, last - first, 16), 300.0, dtype=torch.float16)
-        step = cache.plan(torch.tensor([0]), torch.arange(first, last)[None])
+        step = cache.plan(torch.tensor([[1]]), torch.arange(first, last)[None])
         k, v = cache.update(0, big[:, :2], values[:, :, first:last], step)
         out = attend(big, k, v, step)
     # Equal scores: each query's output is the mean of the values that it sees.
@@ -401,16 +402,20 @@ def test_b11_softmax_is_in_float32(seen: int, tokens: int) -> None:
 
 
 def test_b11_an_overflow_does_not_outlive_its_request(tmp_path: Path) -> None:
-    """B11, B09: NaN keys left in a cleared slot poisoned its next sequence beside a longer one."""
+    """B11, B09: NaN keys left in a block poisoned its next sequence beside a longer one."""
     loaded = load(_write(tmp_path, _overflowing("token 7")), dtype="float16")
     alone = tiny.our_logits(loaded, [5, 6, 9, 11])[-1]
-    runner = Runner(loaded, slots=2)
+    engine = Engine(loaded, EngineOptions(cache_bytes=4 * tiny.cache_block_bytes(loaded)))
     with pytest.raises(NumericsError):
-        runner.prefill(1, [3, *[7] * 20], 64)
-    runner.cache.clear(1)
-    runner.prefill(0, [20, 21, 22, 23, 24, 25], 64)
-    runner.prefill(1, [5, 6, 9], 64)
-    _close(runner.decode([0, 1], [12, 11], [64, 64])[1], alone, 2e-2)
+        list(engine.generate([3, *[7] * 20]))
+    params = SamplingParams(max_tokens=1, logprobs=5)
+    other = engine.generate([20, 21, 22, 23, 24, 25], SamplingParams(max_tokens=3))
+    (delta,) = engine.generate([5, 6, 9, 11], params)
+    list(other)
+    assert delta.logprobs is not None
+    expected = alone.log_softmax(-1)
+    for entry in delta.logprobs.top:
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=2e-2)
 
 
 @pytest.mark.parametrize("decoy", [{}, {"activation_function": "gelu"}, {"mlp_act": "relu"}])

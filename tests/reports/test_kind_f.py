@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from starquill.checkpoint.describe import describe
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import CheckpointError
+from starquill.kernels.attention import Paged
 from starquill.loading import load
 from starquill.models.starcoder2 import Starcoder2Config
 from starquill.nn.attention import attend
@@ -441,7 +442,7 @@ def test_b65_query_head_h_reads_kv_head_h_over_groups(
     values = values.expand(1, kv_heads, 5, 8)  # KV head n holds n everywhere
     q = torch.randn(1, heads, tokens, 8, generator=torch.Generator().manual_seed(0))
     nothing = torch.tensor([0])
-    step = CacheStep(nothing, nothing[None], 1, 5, False, None, False)
+    step = CacheStep(Paged(nothing[None], nothing, None), native=False)
     out = attend(q, torch.ones(1, kv_heads, 5, 8), values, step)  # [B, T, Hq·Dh]
     read = out.view(tokens, heads, 8)[..., 0].round().int().tolist()
     assert read == [[h // (heads // kv_heads) for h in range(heads)]] * tokens
