@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from starquill.nn.cache import CacheShape, KvCache, Place
+from starquill.nn.lora import AdapterMix
 
 
 class ModelConfig(Protocol):
@@ -44,7 +45,8 @@ class StepBatch:
     """B rows of T new tokens.
 
     `ids`, `positions` `[B, T]`; `tables` `[B, W]` names the blocks of each row's sequence in
-    `cache`; `spans` `[B]` is the length that it may reach (only dynamic rope reads it).
+    `cache`; `spans` `[B]` is the length that it may reach (only dynamic rope reads it). `mix` says
+    which adapters act on which row; None for the base model.
     """
 
     ids: Tensor
@@ -52,13 +54,16 @@ class StepBatch:
     tables: Tensor
     spans: Tensor
     cache: KvCache
+    mix: AdapterMix | None = None
 
     @classmethod
-    def after(cls, place: Place, ids: Tensor, cache: KvCache) -> StepBatch:
+    def after(
+        cls, place: Place, ids: Tensor, cache: KvCache, mix: AdapterMix | None = None
+    ) -> StepBatch:
         """`ids` `[1, T]`, the next of the sequence at `place`."""
         positions = torch.arange(place.length, place.length + ids.shape[1])[None]
         spans = torch.tensor([place.span])
-        return cls(ids, positions, torch.from_numpy(place.table)[None], spans, cache)
+        return cls(ids, positions, torch.from_numpy(place.table)[None], spans, cache, mix)
 
 
 class ModelParts(Protocol):
@@ -68,7 +73,7 @@ class ModelParts(Protocol):
     touches no layer of the cache but its own.
     """
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[B, T] -> [B, T, D]`: what enters the first layer."""
         ...
 
@@ -84,7 +89,7 @@ class ModelParts(Protocol):
         """Final hidden states `[B, T, D]`."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[..., D] -> [..., V]` float32."""
         ...
 

@@ -19,6 +19,7 @@ from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.attention import AttentionStep, attend_cached
 from starquill.nn.cache import CacheShape
 from starquill.nn.linear import Embedding, Linear
+from starquill.nn.lora import AdapterMix
 from starquill.nn.norm import LayerNorm
 from starquill.nn.residual import residual
 from starquill.nn.rope import RopeConfig, rope_table
@@ -126,8 +127,9 @@ class Starcoder2Attention(nn.Module):
         return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)  # [B, H, T, Dh]
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(attend_cached(q, k, v, self.layer, step))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (self._heads(project(x, step.mix)) for project in projections)
+        return self.o_proj(attend_cached(q, k, v, self.layer, step), step.mix)
 
 
 class Starcoder2MLP(nn.Module):
@@ -137,8 +139,8 @@ class Starcoder2MLP(nn.Module):
         self.c_proj = Linear(config.intermediate_size, config.hidden_size, config.use_bias)
         self.act = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(self.act(self.c_fc(x)))
+    def forward(self, x: Tensor, mix: AdapterMix | None) -> Tensor:
+        return self.c_proj(self.act(self.c_fc(x, mix)), mix)
 
 
 class Starcoder2DecoderLayer(nn.Module):
@@ -151,7 +153,7 @@ class Starcoder2DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         x = residual(x, self.self_attn(self.input_layernorm(x), step))
-        return residual(x, self.mlp(self.post_attention_layernorm(x)))
+        return residual(x, self.mlp(self.post_attention_layernorm(x), step.mix))
 
 
 class Starcoder2Model(nn.Module):
@@ -171,14 +173,15 @@ class Starcoder2ForCausalLM(nn.Module):
         self.model = Starcoder2Model(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[B, T] -> [B, T, D]`: what enters the first layer."""
-        return self.model.embed_tokens(ids)
+        return self.model.embed_tokens(ids, mix)
 
     def step(self, batch: StepBatch) -> AttentionStep:
         """What all layers share; plans the cache."""
         cos, sin = rope_table(self.config.rope, batch.positions, batch.spans)
-        return AttentionStep(cos, sin, batch.cache, batch.cache.plan(batch.tables, batch.positions))
+        plan = batch.cache.plan(batch.tables, batch.positions)
+        return AttentionStep(cos, sin, batch.cache, plan, batch.mix)
 
     def finish(self, x: Tensor) -> Tensor:
         """`[B, T, D]` from the last layer to what `logits` takes."""
@@ -186,14 +189,14 @@ class Starcoder2ForCausalLM(nn.Module):
 
     def hidden(self, batch: StepBatch) -> Tensor:
         """Final hidden states `[B, T, D]`; writes the cache, does not advance its lengths."""
-        x, step = self.embed(batch.ids), self.step(batch)
+        x, step = self.embed(batch.ids, batch.mix), self.step(batch)
         for layer in self.model.layers:
             x = layer(x, step)
         return self.finish(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[..., D] -> [..., V]` float32."""
-        return self.lm_head(hidden).float()
+        return self.lm_head(hidden, mix).float()
 
 
 # hidden_size of the three published models, which all have this window. GGUF has no key for it.

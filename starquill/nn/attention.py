@@ -11,17 +11,19 @@ from torch import Tensor
 
 from starquill.kernels.attention import attend_many, attend_one, store
 from starquill.nn.cache import CacheStep, KvCache
+from starquill.nn.lora import AdapterMix
 from starquill.nn.rope import rotate
 
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """What the attention of every layer shares in one forward pass."""
+    """What every layer shares in one forward pass. `mix` says which adapters act on which row."""
 
     cos: Tensor  # [B, 1, T, Dh] float32
     sin: Tensor
     cache: KvCache
     plan: CacheStep
+    mix: AdapterMix | None = None
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, layer: int, step: AttentionStep) -> Tensor:
