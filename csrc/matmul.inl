@@ -15,6 +15,7 @@ constexpr int L = Simd::lanes;
 constexpr int kAhead = 4096;      // bytes of weights that are asked for before they are needed
 constexpr int64_t kPlenty = 128;   // bytes left: more than any step reads
 constexpr int kTokens = 4;        // rows of activations that share one reading of weights
+constexpr int64_t kRowsTogether = 8;  // rows of weights that share one reading of activations
 constexpr int kDenseRows = 16;   // rows of float activations whose sums are kept at once
 constexpr int kTile = 6;          // the same in prefill: what fits in registers
 constexpr int kBand = 2 * L;      // rows of weights in a prefill band
@@ -106,13 +107,18 @@ void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_
 template <int Bits>
 void decode_bits(const Matmul& job, int64_t begin, int64_t end) {
   const Lanes<Bits> lanes(job.weight.group);
-  for (int64_t row = begin; row < end; ++row)
-    for (int64_t m = 0; m < job.x.rows; m += kTokens) switch (lesser<int64_t>(kTokens, job.x.rows - m)) {
-        case 1: decode_row<Bits, 1>(job, lanes, row, m); break;
-        case 2: decode_row<Bits, 2>(job, lanes, row, m); break;
-        case 3: decode_row<Bits, 3>(job, lanes, row, m); break;
-        default: decode_row<Bits, 4>(job, lanes, row, m);
-      }
+  // A few rows of weights at a time, so that they and kTokens rows of activations stay in the first
+  // level of cache.
+  for (int64_t first = begin; first < end; first += kRowsTogether) {
+    const int64_t last = lesser(first + kRowsTogether, end);
+    for (int64_t m = 0; m < job.x.rows; m += kTokens)
+      for (int64_t row = first; row < last; ++row) switch (lesser<int64_t>(kTokens, job.x.rows - m)) {
+          case 1: decode_row<Bits, 1>(job, lanes, row, m); break;
+          case 2: decode_row<Bits, 2>(job, lanes, row, m); break;
+          case 3: decode_row<Bits, 3>(job, lanes, row, m); break;
+          default: decode_row<Bits, 4>(job, lanes, row, m);
+        }
+  }
 }
 
 // A band of weights for prefill: a value a byte, [unit][row][4], where a unit is four elements of
@@ -152,20 +158,30 @@ void fill_half(const Affine& w, int64_t first, int rows, uint8_t* to) {
   }
 }
 
+// The scales (or biases) of L rows, transposed too: `to` is [groups][kBand].
+void fill_floats(const Affine& w, const void* floats, int64_t first, int rows, float* to) {
+  for (int64_t g = 0; g < w.groups(); g += L) {
+    const int n = static_cast<int>(lesser<int64_t>(L, w.groups() - g));
+    I block[L];
+    for (int r = 0; r < L; ++r) {
+      float row[L];
+      Simd::store(row, r < rows ? Simd::load_floats(floats, w.scale_type, (first + r) * w.groups() + g, n)
+                                : Simd::zero());
+      block[r] = Simd::load_i(row);
+    }
+    Simd::transpose(block);
+    for (int i = 0; i < n; ++i) Simd::store_i(to + (g + i) * kBand, block[i]);
+  }
+}
+
 template <int Bits>
 void fill_band(const Affine& w, int64_t first, int64_t end, const Band& band) {
   for (int half = 0; half < 2; ++half) {
     const int64_t row = first + half * L;
     const int rows = static_cast<int>(lesser<int64_t>(greater<int64_t>(end - row, 0), L));
     fill_half<Bits>(w, row, rows, band.q + half * Simd::bytes);
-    for (int r = 0; r < L; ++r) {
-      const int64_t from = (row + r) * w.groups();
-      for (int64_t g = 0; g < w.groups(); ++g) {
-        const int64_t to = (2 * g + half) * L + r;
-        band.scales[to] = r < rows ? load_float(w.scales, w.scale_type, from + g) : 0;
-        band.biases[to] = r < rows ? load_float(w.biases, w.scale_type, from + g) : 0;
-      }
-    }
+    fill_floats(w, w.scales, row, rows, band.scales + half * L);
+    fill_floats(w, w.biases, row, rows, band.biases + half * L);
   }
 }
 
