@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from starquill.cli.options import (
+    GrammarOptions,
     ModelOptions,
     QuantizeOptions,
     SamplingOptions,
@@ -54,12 +56,14 @@ def generate(
     model: ModelOptions = ModelOptions(),
     quantize: QuantizeOptions = QuantizeOptions(),
     sampling: SamplingOptions = SamplingOptions(),
+    constraint: GrammarOptions = GrammarOptions(),
     show: ShowOptions = ShowOptions(),
 ) -> int:
     """Complete code at the end of a prompt, streaming it as it is written."""
     params = sampling.params()
     show.check()
     text = read_prompt(prompt)
+    grammar = constraint.chosen()
     # torch takes a second to import; mistakes in options are told before that.
     from starquill.cli.run import load_model, run
     from starquill.engine.prompts import chat_request, plain_request
@@ -67,6 +71,7 @@ def generate(
     loaded = load_model(model, quantize)
     if chat:
         request = chat_request(loaded, [{"role": "user", "content": text}], params)
-        return run(loaded, request, show, before="").exit_code
-    request = plain_request(loaded, text, params, heal=heal, parse_special=parse_special)
-    return run(loaded, request, show, before=text).exit_code
+    else:
+        request = plain_request(loaded, text, params, heal=heal, parse_special=parse_special)
+    request = replace(request, grammar=grammar)
+    return run(loaded, request, show, before="" if chat else text).exit_code

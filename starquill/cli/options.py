@@ -179,6 +179,42 @@ class SamplingOptions:
         return params
 
 
+@dataclass(frozen=True)
+class GrammarOptions:
+    """What may be written; at most one of them."""
+
+    json_schema: Annotated[
+        Path | None,
+        _option("Write JSON that FILE's schema allows.", "--json-schema", metavar="FILE"),
+    ] = None
+    regex: Annotated[
+        str | None, _option("Write text that REGEX matches as a whole.", metavar="REGEX")
+    ] = None
+    grammar: Annotated[
+        Path | None, _option("Write what FILE's rules (Lark or GBNF) derive.", metavar="FILE")
+    ] = None
+
+    def chosen(self) -> str | None:
+        """As an engine's grammar; None for none."""
+        from starquill.engine.grammar import json_schema_grammar, lark_grammar, regex_grammar
+
+        given = [self.json_schema, self.regex, self.grammar]
+        if sum(value is not None for value in given) > 1:
+            raise BadRequestError("give only one of --json-schema, --regex and --grammar")
+        if self.json_schema is not None:
+            return json_schema_grammar(_text_of(self.json_schema))
+        if self.grammar is not None:
+            return lark_grammar(_text_of(self.grammar))
+        return None if self.regex is None else regex_grammar(self.regex)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequestError(f"{path} is not UTF-8 (byte {error.start}); convert it") from None
+
+
 def _bias(text: str) -> tuple[int, float]:
     token, _, bias = text.partition("=")
     try:

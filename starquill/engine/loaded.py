@@ -12,6 +12,7 @@ import torch
 
 from starquill.checkpoint.tokenizer import FimTokens, Tokenizer
 from starquill.engine.chat import ChatTemplate
+from starquill.engine.grammar import GrammarVocabulary
 from starquill.engine.healing import HealingVocabulary
 from starquill.errors import UnsupportedError
 from starquill.models.spec import ArchSpec, ModelConfig
@@ -54,6 +55,11 @@ class LoadedModel:
     def healing(self) -> HealingVocabulary:
         """The tokens by their bytes; made at first use."""
         return HealingVocabulary(self.require_tokenizer())
+
+    @cached_property
+    def grammars(self) -> GrammarVocabulary:
+        """The tokens as grammars restrict them; made at first use."""
+        return GrammarVocabulary(self.require_tokenizer())
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer, or UnsupportedError for a checkpoint that came without one."""

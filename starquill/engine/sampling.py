@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from starquill.types import Logprobs, SamplingParams, TokenLogprob
@@ -29,7 +31,10 @@ class Sampler:
         self._counts: dict[int, int] = {}
 
     def choose(
-        self, logits: Tensor, allowed: list[int] | None = None, is_output: bool = True
+        self,
+        logits: Tensor,
+        allowed: list[int] | NDArray[np.int64] | None = None,
+        is_output: bool = True,
     ) -> int:
         """The next token from `logits` `[V]` float32 (left as it is), among `allowed` ids.
 
@@ -38,10 +43,10 @@ class Sampler:
         params = self.params
         scores = self._penalized(logits)
         if allowed is not None:
-            within = torch.full_like(scores, float("-inf"))
-            index = torch.tensor(allowed)
-            within[index] = scores[index]
-            scores = within
+            known = scores.numpy(force=True)  # as below, for the sake of torch's threads
+            within = np.full_like(known, -np.inf)
+            within[allowed] = known[allowed]
+            scores = torch.from_numpy(within)
         if params.temperature == 0:
             # torch would wake its threads for this, which then get in the way of the kernels'.
             token = int(scores.numpy(force=True).argmax())

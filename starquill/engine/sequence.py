@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from starquill.engine.grammar import Grammar, Ids
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.params import check_params
 from starquill.engine.sampling import Sampler, logprobs
@@ -52,13 +53,15 @@ class Sequence:
         self._tokenizer = loaded.tokenizer
         self._end_ids = loaded.end_ids | request.stop_ids
         self._unspelled = request.heal
+        self._grammar: Grammar | None = None
+        if request.grammar is not None:
+            self._grammar = loaded.grammars.start(request.grammar, request.heal)
         self._text = TextStream(request.params.stop, skip=len(request.heal))
         self._context = context
 
     def accept(self, logits: Tensor) -> Delta:
         """Choose the next token from `logits` `[V]` and say what it adds."""
-        allowed = self._allowed()
-        token = self.sampler.choose(logits, allowed, is_output=allowed is None)
+        token = self.sampler.choose(logits, self._allowed(), is_output=not self._unspelled)
         self.output_ids.append(token)
         wanted = self.request.params.logprobs
         scored = None if wanted is None else logprobs(logits, token, wanted)
@@ -66,6 +69,8 @@ class Sequence:
             self.finish_reason = "stop"
             text = self._text.finish()
             return Delta(self.request.id, token, text, scored, self.finish_reason)
+        if self._grammar is not None:
+            self._grammar.accept(token)
         spelled = self._bytes_of(token)
         is_prompt = bool(self._unspelled) and len(spelled) <= len(self._unspelled)
         self.respelled += is_prompt
@@ -73,6 +78,9 @@ class Sequence:
         text = self._text.push(spelled)
         if self._text.stopped:
             self.finish_reason = "stop"
+        elif self._grammar is not None and self._grammar.is_done:
+            self.finish_reason = "stop"
+            text += self._text.finish()
         elif self._is_full():
             self.finish_reason = "length"
             text += self._text.finish()
@@ -83,10 +91,11 @@ class Sequence:
         self.finish_reason = reason
         return Delta(self.request.id, None, self._text.finish(), None, reason)
 
-    def _allowed(self) -> list[int] | None:
-        if not self._unspelled:
-            return None
-        return self._loaded.healing.allowed(self._unspelled)
+    def _allowed(self) -> list[int] | Ids | None:
+        healing = self._loaded.healing.allowed(self._unspelled) if self._unspelled else None
+        if self._grammar is None:
+            return healing
+        return self._grammar.allowed(healing, self._end_ids)
 
     def _bytes_of(self, token: int) -> bytes:
         table = self._tokenizer.token_bytes if self._tokenizer else []
