@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -72,6 +72,10 @@ def fill(
     repo_name: Annotated[
         str | None, typer.Option(help="Repository name to show with --context.")
     ] = None,
+    fim_order: Annotated[
+        Literal["psm", "spm"],
+        typer.Option(help="Show the model prefix, suffix (psm) or suffix, prefix (spm)."),
+    ] = "psm",
     in_place: Annotated[
         bool, typer.Option("--in-place", "-i", help="Write the middle into the file.")
     ] = False,
@@ -92,7 +96,8 @@ def fill(
     from starquill.engine.fim import fill_request
 
     loaded = load_model(model, quantize)
-    request, trimmed = fill_request(loaded, _hole(place, files, repo_name), params)
+    hole = _hole(place, files, repo_name)
+    request, trimmed = fill_request(loaded, hole, params, order=fim_order)
     if trimmed:
         print(f"warning: left out to fit the context: {trimmed}", file=sys.stderr)
     if place.file is not None:

@@ -3,18 +3,27 @@
 `<fim_prefix>PREFIX<fim_suffix>SUFFIX<fim_middle>`, and with other files of the repository in
 front, by the format StarCoder2 was trained on (arXiv 2402.19173 §5.1):
 `<repo_name>NAME<file_sep>PATH\\nCODE<file_sep><fim_prefix>PATH\\nPREFIX<fim_suffix>...`.
+
+In suffix-prefix order (`spm`, that paper's second variant) the prefix goes where the middle begins:
+`<fim_prefix><fim_suffix>SUFFIX<fim_middle>PREFIX`. Who types at the prefix's end then changes only
+the end of what the model sees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from starquill.checkpoint.tokenizer import FimTokens, Tokenizer
+from starquill.engine.healing import split_for_healing
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.params import check_params
 from starquill.engine.prompts import new_request_id
-from starquill.errors import CapacityError, UnsupportedError
+from starquill.errors import BadRequestError, CapacityError, UnsupportedError
 from starquill.types import GenerateRequest, Hole, SamplingParams
+
+FillOrder = Literal["psm", "spm"]
 
 
 @dataclass(frozen=True)
@@ -40,26 +49,31 @@ class Trimmed:
 
 
 def fill_request(
-    loaded: LoadedModel, hole: Hole, params: SamplingParams
+    loaded: LoadedModel,
+    hole: Hole,
+    params: SamplingParams,
+    *,
+    order: FillOrder = "psm",
+    begun: str = "",
+    context: int | None = None,
 ) -> tuple[GenerateRequest, Trimmed]:
     """Ids that ask for the middle of `hole`, and what had to be left out of them.
 
     All of `hole` is data, whatever it contains. Prefix and suffix come before context files:
-    of those, the first named go first. Generation also stops at any fill or file token.
+    of those, the first named go first. `begun` is how the middle begins: it stands at the end,
+    is never cut, and its last token is healed. `context` is how long the sequence may get (the
+    model's own limit where None). Generation also stops at any fill or file token.
     Raises UnsupportedError for a model without the tokens, CapacityError when `max_tokens`
     leaves no room.
     """
+    if order not in get_args(FillOrder):
+        raise BadRequestError(f"the order is {order!r} (expected {', '.join(get_args(FillOrder))})")
     check_params(params, loaded.config.vocab_size)
     tokenizer, fim = loaded.require_tokenizer(), loaded.require_fim()
     if hole.context and (fim.file_sep is None or fim.repo_name is None):
         raise UnsupportedError(f"{loaded.name} has no repository tokens, so no context files")
-    context_length = loaded.config.context_length
-    room = context_length - params.max_tokens - 3  # the three fill tokens
-    if room < bool(hole.prefix or hole.suffix):
-        raise CapacityError(
-            f"max_tokens {params.max_tokens} leaves {max(room + 3, 0)} tokens of the context of "
-            f"{context_length} for the code around the hole; ask for fewer tokens"
-        )
+    middle = tokenizer.encode(begun)
+    room = _room(loaded, hole, params.max_tokens + len(middle), context)
     after = tokenizer.encode(hole.suffix)
     # A path is only written behind a repository: the model has seen no other form.
     before = tokenizer.encode(f"{hole.path}\n{hole.prefix}") if hole.context else []
@@ -70,9 +84,32 @@ def fill_request(
         kept_before, kept_after = _shares(len(before), len(after), room)
         cut_before, cut_after = len(before) - kept_before, len(after) - kept_after
         before, after = before[cut_before:], after[:kept_after]
-    ids = (*front, fim.prefix, *before, fim.suffix, *after, fim.middle)
-    request = GenerateRequest(new_request_id(), ids, params, stop_ids=fim.stops)
+    ids = [*front, *_arranged(fim, before, after, order), *middle]
+    # What is written goes on inside the last word that was begun; a hole's edges are no such
+    # case, since in training too they were cut anywhere.
+    ids, healed = split_for_healing(tokenizer, ids) if middle else (ids, b"")
+    request = GenerateRequest(new_request_id(), tuple(ids), params, heal=healed, stop_ids=fim.stops)
     return request, Trimmed(cut_before, cut_after, dropped)
+
+
+def _arranged(
+    fim: FimTokens, before: Sequence[int], after: Sequence[int], order: FillOrder
+) -> list[int]:
+    if order == "spm":
+        return [fim.prefix, fim.suffix, *after, fim.middle, *before]
+    return [fim.prefix, *before, fim.suffix, *after, fim.middle]
+
+
+def _room(loaded: LoadedModel, hole: Hole, taken: int, context: int | None) -> int:
+    """Tokens for the code around the hole, beside the three fill tokens and those `taken`."""
+    length = min(loaded.config.context_length, context or loaded.config.context_length)
+    room = length - taken - 3
+    if room < bool(hole.prefix or hole.suffix):
+        raise CapacityError(
+            f"max_tokens and what is begun ({taken} tokens) leave {max(room + 3, 0)} tokens of the "
+            f"context of {length} for the code around the hole; ask for fewer tokens"
+        )
+    return room
 
 
 def _shares(before: int, after: int, room: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from starquill.cli.app import main
 from starquill.cli.printing import HighlightPrinter
 from starquill.engine.engine import Engine
+from starquill.engine.fim import fill_request
 from starquill.engine.loaded import LoadedModel
 from starquill.loading import load
 from starquill.models.spec import StepBatch
@@ -178,6 +179,18 @@ def test_code_that_mentions_control_tokens_is_data(
     ids = asked.requests[0].prompt_ids
     assert [i for i in ids if i in CONTROLS] == [5, 6, 6, 1, 3, 2]
     assert path.read_text() == text.replace("\n\n", "\nM\n")
+
+
+@pytest.mark.parametrize("order", ["psm", "spm"])
+def test_the_order_reaches_the_model(order: str, capsys: Capture) -> None:
+    hole = Hole("def f(x):\n    return ", "\n\nprint(f(2))\n")
+    arguments = ["--prompt", f"{hole.prefix}<fill>{hole.suffix}", "--fim-order", order, "--json"]
+    assert main(["fill", *arguments, "--max-tokens", "8"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    loaded = load("default")
+    made, _ = fill_request(loaded, hole, SamplingParams(max_tokens=8), order=order)
+    expected = "".join(delta.text for delta in Engine(loaded).generate(made))
+    assert shown["text"] == expected
 
 
 # --- context files ---

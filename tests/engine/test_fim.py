@@ -10,10 +10,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import starquill.types
 from starquill.checkpoint.tokenizer import Tokenizer
 from starquill.engine.engine import Engine
-from starquill.engine.fim import Trimmed, fill_request
+from starquill.engine.fim import FillOrder, Trimmed, fill_request
 from starquill.engine.loaded import LoadedModel
+from starquill.engine.scoring import log_probabilities
 from starquill.errors import BadRequestError, CapacityError, UnsupportedError
 from starquill.loading import load
 from starquill.types import ContextFile, Hole, SamplingParams
@@ -24,6 +26,7 @@ END, PREFIX, MIDDLE, SUFFIX, PAD, REPO, FILE = range(7)
 CONTROL = {END, PREFIX, MIDDLE, SUFFIX, PAD, REPO, FILE}
 FEW = SamplingParams(max_tokens=20)
 thorough = settings(deadline=None, derandomize=True, max_examples=300)
+code = st.text(alphabet="ab \n1é", max_size=70)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +113,129 @@ def test_hyphened_tokens(tmp_path: Path) -> None:
     assert ids_for(other, Hole("a", "b", files, "m", "r")) == expected
 
 
+# --- suffix first ---
+
+
+def spm(loaded: LoadedModel, hole: Hole, **options: Any) -> list[int]:
+    params = SamplingParams(max_tokens=8)
+    return list(fill_request(loaded, hole, params, order="spm", **options)[0].prompt_ids)
+
+
+def test_suffix_first_form(loaded: LoadedModel, tokenizer: Tokenizer) -> None:
+    """The prefix stands where the middle begins, as in training (tools/tiny_tokenizer.py)."""
+    a, b = tokenizer.encode("a\n"), tokenizer.encode(" b<fim_middle>")
+    assert spm(loaded, Hole("a\n", " b<fim_middle>")) == [PREFIX, SUFFIX, *b, MIDDLE, *a]
+
+
+def test_suffix_first_in_the_repository_form(loaded: LoadedModel, tokenizer: Tokenizer) -> None:
+    """The path belongs to the prefix, and goes with it."""
+    text = tokenizer.encode
+    hole = Hole("a(", ")", (ContextFile("u.py", "U"),), path="m.py", repo_name="r")
+    expected = [REPO, *text("r"), FILE, *text("u.py\nU"), FILE]
+    expected += [PREFIX, SUFFIX, *text(")"), MIDDLE, *text("m.py\na(")]
+    assert spm(loaded, hole) == expected
+
+
+def shared(first: list[int], second: list[int]) -> int:
+    """How many ids both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def test_typing_changes_only_the_end(loaded: LoadedModel) -> None:
+    """What a cache keeps while someone types: all but the last word, suffix included."""
+    first, second = (Hole(prefix, "12345") for prefix in ("ab cd", "ab cdef"))
+    before = spm(loaded, first)
+    assert shared(before, spm(loaded, second)) >= len(before) - 1
+    plain = ids_for(loaded, first)
+    assert shared(plain, ids_for(loaded, second)) < plain.index(SUFFIX)
+
+
+def test_an_unknown_order_is_refused(loaded: LoadedModel) -> None:
+    order: Any = "mps"
+    with pytest.raises(BadRequestError, match=r"'mps'.*psm, spm"):
+        fill_request(loaded, Hole("a", "b"), FEW, order=order)
+
+
+def test_this_is_the_order_that_the_embedded_model_was_trained_on() -> None:
+    """The true middle costs least in our order, compared with the other places for the prefix."""
+    loaded = load("default")
+    encode, fim = loaded.require_tokenizer().encode, loaded.require_fim()
+    source = Path(starquill.types.__file__).read_text(encoding="utf-8").split("\n")
+    costs = [0.0, 0.0, 0.0]
+    for line in range(20, 80, 5):
+        before, after = (
+            "\n".join(source[line - 20 : line]) + "\n",
+            "\n".join(source[line + 2 :][:9]),
+        )
+        middle = encode("\n".join(source[line : line + 2]) + "\n")
+        start, end = encode(before), encode(after)
+        ours = spm(loaded, Hole(before, after))
+        without_prefix = [fim.suffix, *end, fim.middle, *start]
+        suffix_in_front = [fim.suffix, *end, fim.prefix, *start, fim.middle]
+        for number, ids in enumerate((ours, without_prefix, suffix_in_front)):
+            logp = torch.cat(list(log_probabilities(loaded, [*ids, *middle[:-1]])))
+            wanted = torch.tensor(middle)[:, None]
+            costs[number] -= float(logp[-len(middle) :].gather(1, wanted).sum())
+    assert costs[0] == min(costs)
+
+
+# --- what is begun ---
+
+
+@pytest.mark.parametrize("order", ["psm", "spm"])
+def test_what_is_begun_stands_last_and_is_healed(
+    loaded: LoadedModel, tokenizer: Tokenizer, order: FillOrder
+) -> None:
+    hole = Hole("a", "b")
+    request, _ = fill_request(loaded, hole, FEW, order=order, begun="x<fim_middle>  ")
+    whole = fill_request(loaded, hole, FEW, order=order)[0].prompt_ids
+    begun = tokenizer.encode("x<fim_middle>  ")
+    assert list(request.prompt_ids) == [*whole, *begun[:-1]]
+    assert request.heal == tokenizer.token_bytes[begun[-1]]
+    assert not CONTROL & set(begun)
+
+
+def test_what_is_begun_is_not_written_again(loaded: LoadedModel, tokenizer: Tokenizer) -> None:
+    """Healing may choose a longer token for its end: only what goes past it is output."""
+    request, _ = fill_request(loaded, Hole("a", "b"), FEW, begun="x de")
+    [long], end = tokenizer.encode("def"), END
+    model = tiny.scripted(loaded, [long, *tokenizer.encode(" f"), end], len(request.prompt_ids))
+    assert request.heal == b"de"
+    assert "".join(delta.text for delta in Engine(model).generate(request)) == "f f"
+
+
+def test_nothing_begun_heals_nothing(loaded: LoadedModel) -> None:
+    assert fill_request(loaded, Hole("a", "b"), FEW, begun="")[0].heal == b""
+
+
+@given(code, code, code)
+@thorough
+def test_what_is_begun_is_never_cut(
+    loaded: LoadedModel, tokenizer: Tokenizer, prefix: str, suffix: str, begun: str
+) -> None:
+    whole = tokenizer.encode(begun)
+    try:
+        request, trimmed = fill_request(loaded, Hole(prefix, suffix), FEW, begun=begun)
+    except CapacityError:
+        assert len(whole) + FEW.max_tokens + 3 + 1 > CONTEXT
+        return
+    ids = [*request.prompt_ids, *(whole[-1:] if whole else [])]
+    assert ids[ids.index(MIDDLE) + 1 :] == whole
+    assert request.prompt_tokens + FEW.max_tokens <= CONTEXT
+    if trimmed:
+        assert request.prompt_tokens + FEW.max_tokens == CONTEXT
+
+
+def test_a_shorter_context_is_kept_to(loaded: LoadedModel) -> None:
+    hole = Hole("a" * 99, "b" * 99)
+    request, trimmed = fill_request(loaded, hole, FEW, context=40)
+    assert len(request.prompt_ids) + FEW.max_tokens == 40
+    assert trimmed
+    longer, _ = fill_request(loaded, hole, FEW, context=10 * CONTEXT)
+    assert len(longer.prompt_ids) + FEW.max_tokens == CONTEXT
+
+
 # --- models without the tokens ---
 
 
@@ -136,7 +262,6 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 # --- trimming ---
 
-code = st.text(alphabet="ab \n1é", max_size=70)
 context_files = st.lists(code, max_size=3).map(
     lambda codes: tuple(ContextFile(f"{n}.py", text) for n, text in enumerate(codes))
 )
