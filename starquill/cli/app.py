@@ -19,6 +19,7 @@ from starquill.cli.fill import fill
 from starquill.cli.generate import generate
 from starquill.cli.inspect import inspect
 from starquill.cli.quantize import quantize
+from starquill.cli.serve import serve
 from starquill.errors import printable
 
 USER_ERROR, OUR_ERROR = 2, 1
@@ -36,6 +37,7 @@ app.command()(fill)
 app.command()(inspect)
 app.command()(quantize)
 app.command()(bench)
+app.command()(serve)
 app.add_typer(evaluate.app, name="eval")
 
 

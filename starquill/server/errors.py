@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
-from starquill.errors import BadRequestError, BusyError, CapacityError, StarquillError
+from starquill.errors import (
+    BadRequestError,
+    BusyError,
+    CapacityError,
+    NumericsError,
+    UnsupportedError,
+    printable,
+)
 
 RETRY_AFTER_SECONDS = 1
+CLIENT_LEFT = 499
+MOST_TOLD = 3
 
 
 class ApiError(Exception):
@@ -26,7 +37,10 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status == 503 else None
+        headers = {
+            401: {"WWW-Authenticate": "Bearer"},
+            503: {"Retry-After": str(RETRY_AFTER_SECONDS)},
+        }.get(self.status)
         return JSONResponse(self.body(), self.status, headers)
 
 
@@ -37,8 +51,31 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case BusyError():
             return ApiError(503, str(error))
-        case BadRequestError() | CapacityError():
+        case BadRequestError() | CapacityError() | UnsupportedError():
             return ApiError(400, str(error))
-        case StarquillError():
-            return ApiError(400, str(error))
+        case NumericsError():
+            return ApiError(500, str(error))
+        case RequestValidationError():
+            return _of_validation(error)
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail))
     return ApiError(500, f"a fault in starquill ({type(error).__name__}); its log has more")
+
+
+def _of_validation(error: RequestValidationError) -> ApiError:
+    """The fields at fault, by their names in the request; `param` is the first of them."""
+    told, first = [], None
+    for problem in error.errors()[:MOST_TOLD]:
+        place = ".".join(str(part) for part in problem["loc"][1:])
+        if problem["type"] == "json_invalid":
+            return ApiError(400, f"the body is not JSON: {problem['ctx']['error']}")
+        if not place:
+            return ApiError(
+                400,
+                "the body is not a JSON object (expected one, as Content-Type application/json)",
+            )
+        first = first or place.split(".")[0]
+        reason = problem.get("ctx", {}).get("error") or problem["msg"]
+        found = "" if problem["type"] == "missing" else f" (it is {problem['input']!r:.40})"
+        told.append(printable(f"{place}: {reason}{found}"))
+    return ApiError(400, "; ".join(told), first)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """`name` is the model's in answers. Without `api_key` everyone may ask. `cors` origins may
-    call from a browser; none by default. A body may have `most_body_bytes`.
+    """`name` is the model's in answers; requests may also name it by one of `aliases`. Without
+    `api_key` everyone may ask. `cors` origins may call from a browser; none by default. A body
+    may have `most_body_bytes`. `fim_order` is that of fills which do not ask for one.
     """
 
     name: str
     api_key: str | None = None
     cors: tuple[str, ...] = ()
     most_body_bytes: int = 16 << 20
+    fim_order: Literal["psm", "spm"] = "psm"
+    aliases: tuple[str, ...] = ()

@@ -1,44 +1,19 @@
-"""From the engine's thread to asyncio: a request's deltas, and server-sent events."""
+"""Server-sent events, and clients that leave before their answer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-
-from starquill.engine.engine import Engine
-from starquill.engine.running import Event
-from starquill.types import Delta, GenerateRequest
 
 T = TypeVar("T")
 
 
 class ClientLeftError(Exception):
     """Nobody is there to read the answer."""
-
-
-async def deltas(engine: Engine, request: GenerateRequest) -> AsyncIterator[Delta]:
-    """Run `request`; leaving the iteration early ends it at the engine's next step."""
-    loop = asyncio.get_running_loop()
-    events: asyncio.Queue[Event] = asyncio.Queue()
-
-    def deliver(event: Event) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, event)
-
-    running = engine.submit(request, deliver)
-    try:
-        while True:
-            event = await events.get()
-            if isinstance(event, Exception):
-                raise event
-            yield event
-            if event.finish_reason is not None:
-                return
-    finally:
-        engine.abandon(running)
 
 
 async def unless_client_leaves(http: Request, work: Awaitable[T]) -> T:

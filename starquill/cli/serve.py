@@ -1,0 +1,277 @@
+"""`starquill serve`: answer over HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import signal
+import socket
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from starquill.cli.options import ModelOptions, QuantizeOptions, expand_options
+from starquill.errors import BadRequestError, StarquillError, printable
+from starquill.types import EngineOptions, GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from starquill.engine.engine import Engine
+    from starquill.server.options import ServerOptions
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+MOST_PORT = 65535
+OUR_ERROR = 1
+_SIZE = re.compile(r"([0-9]{1,15})\s*(|[kmgt]i?)b?", re.IGNORECASE)
+
+
+def _option(help: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, **settings)
+
+
+@dataclass(frozen=True)
+class ListenOptions:
+    """Where to listen, and to whom."""
+
+    host: Annotated[str, _option("Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1"
+    port: Annotated[int, _option("Port; 0 takes a free one.")] = 8080
+    api_key: Annotated[str | None, _option("Ask for this Bearer token.", metavar="KEY")] = None
+    api_key_file: Annotated[Path | None, _option("A file that has the key.")] = None
+    cors: Annotated[
+        list[str] | None,
+        _option("An origin whose pages may call, or *; may be repeated.", metavar="ORIGIN"),
+    ] = None
+    name: Annotated[
+        list[str] | None,
+        _option("The model's name in answers; repeated, others that mean it too."),
+    ] = None
+    max_body: Annotated[str, _option("Largest body of a request.", metavar="SIZE")] = "16MiB"
+    fim_order: Annotated[
+        Literal["psm", "spm"], _option("Order of fills: prefix first (psm), or suffix (spm).")
+    ] = "psm"
+    drain_seconds: Annotated[int, _option("At the end, wait this long for running requests.")] = 30
+
+    def check(self) -> None:
+        """Refuse what makes no sense, before a model is loaded."""
+        if not 0 <= self.port <= MOST_PORT:
+            raise BadRequestError(f"--port is {self.port} (expected 0 to {MOST_PORT})")
+        if self.drain_seconds < 0:
+            raise BadRequestError(f"--drain-seconds is {self.drain_seconds} (expected 0 or more)")
+        if self.max_body_bytes() < 1:
+            raise BadRequestError(f"--max-body is {self.max_body!r} (expected 1 or more)")
+
+    def max_body_bytes(self) -> int:
+        return size_of("--max-body", self.max_body)
+
+    def key(self) -> str | None:
+        if self.api_key_file is None:
+            key = self.api_key
+        elif self.api_key is not None:
+            raise BadRequestError("--api-key and --api-key-file are both given; give one")
+        else:
+            key = self.api_key_file.read_text(encoding="utf-8").strip()
+        if key is not None and not (key and key.isascii() and key.isprintable()):
+            raise BadRequestError("the API key is empty or has characters that no header can carry")
+        return key
+
+
+@dataclass(frozen=True)
+class WorkOptions:
+    """How many requests are served, and with what."""
+
+    slots: Annotated[int, _option("Requests that run at once.")] = EngineOptions.slots
+    queue: Annotated[int, _option("Requests that may wait; more are answered with 503.")] = (
+        EngineOptions.queue
+    )
+    context: Annotated[
+        int | None, _option("Tokens that prompt and output may have; the model's, if not given.")
+    ] = None
+    cache_memory: Annotated[
+        str | None, _option("Memory for keys and values, as 2GiB.", metavar="SIZE")
+    ] = None
+    prefill_chunk: Annotated[int, _option("Tokens of a prompt computed in one step.")] = (
+        EngineOptions.prefill_chunk
+    )
+    prefix_cache: Annotated[
+        bool, _option("Reuse what prompts have in common.", "--prefix-cache/--no-prefix-cache")
+    ] = EngineOptions.prefix_cache
+    lookup: Annotated[int, _option("Tokens that prompt lookup may guess; 0 is off.")] = (
+        EngineOptions.lookup
+    )
+
+    def chosen(self) -> EngineOptions:
+        least = {"slots": 1, "queue": 0, "context": 2, "prefill_chunk": 1, "lookup": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                option = name.replace("_", "-")
+                raise BadRequestError(f"--{option} is {value} (expected {bound} or more)")
+        memory = self.cache_memory
+        return EngineOptions(
+            slots=self.slots,
+            queue=self.queue,
+            context=self.context,
+            cache_bytes=None if memory is None else size_of("--cache-memory", memory),
+            prefill_chunk=self.prefill_chunk,
+            prefix_cache=self.prefix_cache,
+            lookup=self.lookup,
+        )
+
+
+@expand_options
+def serve(
+    which: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="The model, here or as --model.", show_default=False),
+    ] = None,
+    listen: ListenOptions = ListenOptions(),
+    work: WorkOptions = WorkOptions(),
+    model: ModelOptions = ModelOptions(),
+    quantize: QuantizeOptions = QuantizeOptions(),
+) -> int:
+    """Serve a model over HTTP, with OpenAI's routes; ends with Ctrl-C."""
+    listen.check()
+    engine_options, key = work.chosen(), listen.key()
+    if which is not None:
+        if model.model not in (ModelOptions().model, which):
+            raise BadRequestError(f"two models are named, {which} and {model.model}; name one")
+        model = replace(model, model=which)
+    if any(importlib.util.find_spec(name) is None for name in NEEDED):
+        raise BadRequestError("serving needs more packages; pip install 'starquill[serve]'")
+    bound(listen.host, listen.port).close()  # rather told now than after minutes of loading
+    from starquill.cli.run import load_model
+    from starquill.engine.engine import Engine
+    from starquill.server.options import ServerOptions
+
+    loaded = load_model(model, quantize)
+    engine = Engine(loaded, engine_options)
+    warm_up(engine)
+    own_name = loaded.folder.name if Path(loaded.name).exists() else loaded.name
+    names = [*(listen.name or ()), own_name]
+    options = ServerOptions(
+        name=names[0],
+        api_key=key,
+        cors=tuple(listen.cors or ()),
+        most_body_bytes=listen.max_body_bytes(),
+        aliases=(*names[1:], loaded.name),
+        fim_order=listen.fim_order,
+    )
+    return _run(engine, options, listen)
+
+
+def size_of(option: str, text: str) -> int:
+    """`2GiB`, `500 MB` or `1048576` in bytes."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise BadRequestError(f"{option} is {text!r} (expected a size, as 2GiB or 500MB)")
+    unit = found[2].lower()
+    factor = 1024 if unit.endswith("i") else 1000
+    return int(found[1]) * factor ** (" kmgt".index(unit[0]) if unit else 0)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at this address, not listening yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        if sys.platform != "win32":  # where it would let two servers share a port
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind(address)
+        except BaseException:
+            found.close()
+            raise
+    except (OSError, UnicodeError) as error:  # a host that is no name at all is a UnicodeError
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadRequestError(
+            f"cannot listen on {host} port {port}: {reason}; choose another --host or --port"
+        ) from None
+    return found
+
+
+def warm_up(engine: Engine) -> None:
+    """Compute a prompt and a token after it; a model that cannot must not be served."""
+    never_end = dict.fromkeys(engine.model.end_ids, -1e9)
+    params = SamplingParams(max_tokens=2, logit_bias=never_end)
+    try:
+        for _ in engine.generate(GenerateRequest("warm-up", (0,), params)):
+            pass
+    except Exception as error:
+        reason = str(error) if isinstance(error, StarquillError) else repr(error)
+        raise StarquillError(f"the model failed at its first step: {reason}") from error
+
+
+def _run(engine: Engine, options: ServerOptions, listen: ListenOptions) -> int:
+    """Serve until a signal ends it; 0 unless the engine's thread ended before."""
+    import uvicorn
+
+    from starquill.engine.loop import EngineLoop
+    from starquill.server.app import create_app
+
+    _log_accesses()
+    with bound(listen.host, listen.port) as listener, EngineLoop(engine) as loop:
+        announced = False
+
+        async def watch() -> None:
+            nonlocal announced
+            if not announced:  # the first time is when the server has started
+                announced = True
+                _print_block(engine, options, listener)
+            if not loop.is_alive:  # nobody would answer what still waits
+                server.should_exit = server.force_exit = True
+
+        def leave(*_: object) -> None:
+            server.should_exit = True
+
+        app = create_app(engine, options, lambda: loop.is_alive)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=listen.drain_seconds,
+            callback_notify=watch,
+            timeout_notify=1,
+        )
+        server = uvicorn.Server(config)
+        # uvicorn has handlers of its own, and repeats a signal to ours when it has ended.
+        before = {kind: signal.signal(kind, leave) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            server.run([listener])
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+        return 0 if loop.is_alive else OUR_ERROR
+
+
+def _log_accesses() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    access = logging.getLogger("starquill.access")
+    access.handlers = [handler]
+    access.setLevel(logging.INFO)
+    access.propagate = False
+
+
+def _print_block(engine: Engine, options: ServerOptions, listener: socket.socket) -> None:
+    from starquill.engine.bench import subject
+
+    host, port = listener.getsockname()[:2]
+    loaded, settings, about = engine.model, engine.options, subject(engine.model)
+    schemes = {scheme for counts in about.schemes.values() for scheme in counts}
+    context = settings.context or loaded.config.context_length
+    rows = {
+        "address": f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        "model": f"{options.name} ({loaded.folder})",
+        "weights": f"{', '.join(sorted(schemes))}; {about.weight_bytes / 1e6:.1f} MB a step",
+        "slots": settings.slots,
+        "queue": settings.queue,
+        "context": f"{context} tokens",
+        "cache": f"at most {engine.stats().cache_bytes / 2**20:.1f} MiB",
+    }
+    for title, value in rows.items():
+        print(f"{title + ':':<9} {printable(str(value))}", flush=True)

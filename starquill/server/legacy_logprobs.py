@@ -1,0 +1,66 @@
+"""`logprobs` in the form of OpenAI's completions: four lists of equal length."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from starquill.checkpoint.tokenizer import Tokenizer
+from starquill.types import Logprobs
+
+
+def token_name(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token's text; one that is not whole characters by its bytes, as `bytes:\\xf0\\x9f`."""
+    if tokenizer is None or token >= len(tokenizer.token_bytes):
+        return f"<{token}>"
+    if token in tokenizer.special_ids:
+        return tokenizer.added[token]
+    spelled = tokenizer.token_bytes[token]
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+class LegacyLogprobs:
+    """Collects one choice's tokens; `take` gives those that were added since the last time.
+
+    `text_offset` is where a token's text begins in the choice's, in characters. Control tokens in
+    the output have none. What a stop string cut off is counted all the same.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at = 0
+        self._rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
+
+    def add_prompt(self, ids: Sequence[int], logprobs: Sequence[Logprobs | None], end: int) -> None:
+        """The echoed prompt; its text, in which control tokens are spelled, has `end` characters.
+
+        The first token has no probability. It may not be in the text: a model's start token.
+        """
+        for token, scored in zip(ids, logprobs, strict=True):
+            self.add(token, scored)
+            if self._tokenizer is not None and token in self._tokenizer.special_ids:
+                self._at += len(self._tokenizer.added[token])
+            self._at = min(self._at, end)
+        self._decoder.reset()
+        self._at = end
+
+    def add(self, token: int, scored: Logprobs | None) -> None:
+        tokenizer, name = self._tokenizer, token_name(self._tokenizer, token)
+        chosen, top = None, None
+        if scored is not None:
+            chosen = scored.chosen
+            top = {token_name(tokenizer, one.token_id): one.logprob for one in scored.top}
+            top.setdefault(name, chosen)
+        self._rows.append((name, chosen, top, self._at))
+        if tokenizer is not None and token < len(tokenizer.token_bytes):
+            self._at += len(self._decoder.decode(tokenizer.token_bytes[token]))
+
+    def take(self) -> dict[str, list[Any]]:
+        rows, self._rows = self._rows, []
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [row[at] for row in rows] for at, name in enumerate(names)}
