@@ -181,7 +181,9 @@ class Stepper:
     def _seat_for(self, running: Running) -> Seat:
         """With what the cache holds of the prompt, but for two tokens: see `_fill_piece`."""
         request, shared = running.request, self._options.prefix_cache
-        seat = Seat(self._pool, self._runner.cache, running.sequence.span, shared=shared)
+        span = running.sequence.span
+        key = self._loaded.config.turning(span)
+        seat = Seat(self._pool, self._runner.cache, span, key, shared=shared)
         if shared and request.prompt_logprobs is None:
             running.cached_tokens = seat.reuse(request.prompt_ids[:-2])
             self._counts["cached"] += running.cached_tokens

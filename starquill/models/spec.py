@@ -39,6 +39,10 @@ class ModelConfig(Protocol):
 
     def cache_shape(self) -> CacheShape: ...
 
+    def turning(self, span: int) -> int:
+        """Sequences of which this is equal may share keys; `span` is how long one may get."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepBatch:

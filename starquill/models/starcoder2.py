@@ -22,7 +22,7 @@ from starquill.nn.linear import Embedding, Linear
 from starquill.nn.lora import AdapterMix
 from starquill.nn.norm import LayerNorm
 from starquill.nn.residual import residual
-from starquill.nn.rope import RopeConfig, rope_table
+from starquill.nn.rope import RopeConfig, rope_table, turning
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,9 @@ class Starcoder2Config:
         if self.rope.type == "dynamic":
             return int(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
+
+    def turning(self, span: int) -> int:
+        return turning(self.rope, span)
 
     def cache_shape(self) -> CacheShape:
         return CacheShape(

@@ -86,6 +86,11 @@ def frequencies(rope: RopeConfig, span: int) -> Tensor:
     return _inverse_frequencies(rope.theta, rope.head_dim)
 
 
+def turning(rope: RopeConfig, span: int) -> int:
+    """Keys of sequences turn alike where this is equal: see `frequencies`."""
+    return span if rope.type == "dynamic" and span > rope.original_context else 0
+
+
 def rope_table(rope: RopeConfig, positions: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin for `positions` `[B, T]`, as `[B, 1, T, Dh]` float32.
 

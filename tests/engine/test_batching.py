@@ -142,6 +142,22 @@ def test_b09_a_prompt_that_turns_off_midway(tmp_path: Path, window: int | None, 
         assert outcome(generation) == cold
 
 
+def test_keys_that_turn_otherwise_are_not_reused(tmp_path: Path) -> None:
+    """Dynamic rotary turns a sequence's keys by the length that it may get."""
+    scaling = {"type": "dynamic", "factor": 4.0}
+    raw = tiny.config(max_position_embeddings=64, rope_scaling=scaling, sliding_window=None)
+    loaded = load(tiny.write_checkpoint(tmp_path, raw))
+    ids = tiny.random_ids(90)
+    engine = Engine(loaded)
+    for limit, cached in ((20, 0), (60, 0), (20, 88)):
+        params = SamplingParams(max_tokens=limit, logprobs=0, logit_bias=NO_END)
+        generation = engine.generate(ids, params)
+        found = [logprob for *_, logprob in outcome(generation)]
+        cold = [logprob for *_, logprob in outcome(Engine(loaded).generate(ids, params))]
+        assert found == pytest.approx(cold, abs=1e-5)
+        assert generation.stats.cached_tokens == cached
+
+
 def test_what_an_answer_wrote_is_found_too(dense: LoadedModel) -> None:
     engine = Engine(dense)
     prompt = tiny.random_ids(30)
