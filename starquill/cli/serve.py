@@ -92,9 +92,8 @@ class WorkOptions:
     cache_memory: Annotated[
         str | None, _option("Memory for keys and values, as 2GiB.", metavar="SIZE")
     ] = None
-    prefill_chunk: Annotated[int, _option("Tokens of a prompt computed in one step.")] = (
-        EngineOptions.prefill_chunk
-    )
+    # Shorter than where nobody else waits: other streams stand still for so long.
+    prefill_chunk: Annotated[int, _option("Tokens of a prompt computed in one step.")] = 128
     prefix_cache: Annotated[
         bool, _option("Reuse what prompts have in common.", "--prefix-cache/--no-prefix-cache")
     ] = EngineOptions.prefix_cache
