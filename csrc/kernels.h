@@ -173,6 +173,36 @@ inline int64_t flash_floats(const Flash& job) {
   return (job.head_dim + kFlashQueries) * kBlock + 2 * heads * kFlashQueries;
 }
 
+// What one adapter adds to rows [first, first + rows) of a product: weight·(scale·B(A x) +
+// gain·(y - bias) + shift), y being the base's. Laid out as kernels/lora.py packs it.
+constexpr int kLoraTile = 16, kLoraRanks = 4;  // rows of x, and of A, in one piece of work
+struct LoraEntry {
+  const void* a;  // [rank, width]
+  const void* b;  // [rank, outputs]
+  const float* gain;   // [outputs], or null
+  const float* shift;  // [outputs], or null
+  const float* weights;  // of the first row; the next is `weight_stride` floats on
+  int64_t weight_stride, first, rows, rank;
+  Float a_type, b_type;
+  double scale;
+
+  float weight(int64_t row) const { return weights[row * weight_stride]; }
+  int64_t rank_blocks() const { return (rank + kLoraRanks - 1) / kLoraRanks; }
+  int64_t pieces() const { return rank_blocks() * ((rows + kLoraTile - 1) / kLoraTile); }
+};
+static_assert(sizeof(LoraEntry) == 88);
+
+// Entries that act on the same rows lie one behind the other; others' rows do not overlap.
+struct Lora {
+  const LoraEntry* entries;
+  int64_t count;
+  const float* x;     // [rows, width]
+  const float* bias;  // of the product, or null
+  float* y;           // [rows, outputs]
+  int64_t width, outputs;
+  float* h;  // A x of each entry: [rows, rank] one behind the other
+};
+
 struct Kernels {
   const char* name;
   int vector_bytes;
@@ -194,6 +224,8 @@ struct Kernels {
   void (*store)(const Store&, int64_t begin, int64_t end);  // of rows times heads times tokens
   void (*add)(const float* x, const float* y, float* sum, int64_t begin, int64_t end);
   void (*gelu)(const float* x, float* y, int64_t begin, int64_t end);
+  void (*shrink)(const Lora&, int64_t begin, int64_t end);  // of the entries' pieces
+  void (*expand)(const Lora&, int64_t begin, int64_t end);  // of outputs
 };
 
 // Rows of a weight that `prefill` works on at once, and the bytes of scratch that it needs.

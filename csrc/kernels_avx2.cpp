@@ -4,6 +4,7 @@
 
 #include "attention.inl"
 #include "dense.inl"
+#include "lora.inl"
 #include "quantize.inl"
 
 #include "flash.inl"
@@ -16,6 +17,7 @@ const Kernels avx2_kernels = {
     "avx2",   Simd::bytes, quantize, largest, quantize_activations,
     decode,  prefill,     dequantize, exact, dense, remember, attend,
     flash,   layer_norm,  rotation, store, add, gelu,
+    shrink,  expand,
 };
 
 }  // namespace starquill

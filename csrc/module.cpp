@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <stdexcept>
 
 #include "ops.h"
@@ -266,6 +267,20 @@ void gelu_at(uintptr_t x, uintptr_t y, int64_t count, int threads) {
   gelu(reinterpret_cast<const float*>(x), reinterpret_cast<float*>(y), count, threads);
 }
 
+// Addresses of x, the product's bias (or null) and y, contiguous float32; `entries` are `LoraEntry`s
+// packed one behind the other by the caller, who has checked all that they point to.
+void lora_at(const std::array<uintptr_t, 3>& at, const std::array<int64_t, 2>& shape,
+             const nb::bytes& entries, int threads) {
+  check(entries.size() % sizeof(LoraEntry) == 0, "entries are not packed as LoraEntry");
+  std::vector<LoraEntry> all(entries.size() / sizeof(LoraEntry));
+  std::memcpy(all.data(), entries.c_str(), entries.size());
+  const Lora job{all.data(), static_cast<int64_t>(all.size()), reinterpret_cast<const float*>(at[0]),
+                 reinterpret_cast<const float*>(at[1]), reinterpret_cast<float*>(at[2]), shape[0],
+                 shape[1], nullptr};
+  nb::gil_scoped_release free;
+  lora(job, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -292,6 +307,7 @@ NB_MODULE(_native, m) {
   m.def("store_at", &store_at);
   m.def("add_at", &add_at);
   m.def("gelu_at", &gelu_at);
+  m.def("lora_at", &lora_at);
   nb::class_<AffineHandle>(m, "Affine")
       .def(nb::init<Buffer, Buffer, Buffer, int, int>(), buffer, buffer, buffer, nb::arg(), nb::arg())
       .def("matmul", &AffineHandle::matmul, buffer, nb::arg().none().noconvert(), buffer, nb::arg(),

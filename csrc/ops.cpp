@@ -68,7 +68,7 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-thread_local Scratch activation_scratch, row_scratch;
+thread_local Scratch activation_scratch, row_scratch, lora_scratch;
 
 Activations quantized(const Kernels& k, const Affine& w, const Product& job, int threads) {
   Activations to;
@@ -212,6 +212,20 @@ void add(const float* x, const float* y, float* sum, int64_t count, int threads)
 void gelu(const float* x, float* y, int64_t count, int threads) {
   parallel_for(threads, count, kElements,
                [&](int64_t begin, int64_t end) { kernels->gelu(x, y, begin, end); });
+}
+
+void lora(Lora job, int threads) {
+  int64_t pieces = 0, floats = 0;
+  for (int64_t i = 0; i < job.count; ++i) {
+    pieces += job.entries[i].pieces();
+    floats += job.entries[i].rows * job.entries[i].rank;
+  }
+  job.h = reinterpret_cast<float*>(lora_scratch.take(4 * floats));
+  parallel_for(threads, pieces, kElements / (kLoraRanks * job.width) + 1,
+               [&](int64_t begin, int64_t end) { kernels->shrink(job, begin, end); });
+  constexpr int64_t kOutputs = 64;  // whole vectors of every instruction set, four at a time
+  parallel_for(threads, job.outputs, rounded_up(kElements / std::max<int64_t>(floats, 1) + 1, kOutputs),
+               [&](int64_t begin, int64_t end) { kernels->expand(job, begin, end); });
 }
 
 float largest(const void* w, Float type, int64_t count, int threads) {

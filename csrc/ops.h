@@ -39,6 +39,7 @@ void rotation(const Rotation&, int threads);
 void store(const Store&, int threads);
 void add(const float* x, const float* y, float* sum, int64_t count, int threads);
 void gelu(const float* x, float* y, int64_t count, int threads);
+void lora(Lora, int threads);  // makes room for `h`
 
 // The largest |w|, NaN if any is: `count` values.
 float largest(const void* w, Float type, int64_t count, int threads);

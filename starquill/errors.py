@@ -27,6 +27,10 @@ class UnsupportedError(StarquillError):
     """The files are sound, but ask for something that starquill does not implement."""
 
 
+class AdapterError(StarquillError):
+    """An adapter's files are damaged, contradict each other, or do not fit the model."""
+
+
 class CapacityError(StarquillError):
     """Something is larger than the room there is: the context, memory, a queue."""
 

@@ -13,6 +13,7 @@ from starquill.errors import NumericsError
 from starquill.kernels.native import is_finite
 from starquill.models.spec import StepBatch
 from starquill.nn.cache import KvCache, Place
+from starquill.nn.lora import AdapterMix
 
 PREFILL_CHUNK = 512
 
@@ -22,7 +23,8 @@ class Runner:
 
     A sequence's tokens are computed in one of two ways: pieces of a prompt one sequence at a time
     (`advance`), and single tokens of many sequences together (`decode`). Which way it was shows
-    in the last bits; who else was there does not.
+    in the last bits; who else was there does not. A `mix` says which adapters act on which row: it
+    has one for `advance` and what is like it, one for each token in `decode`.
     """
 
     def __init__(
@@ -33,36 +35,43 @@ class Runner:
         self.cache = KvCache(loaded.config.cache_shape(), loaded.dtype, blocks)
 
     @torch.inference_mode()
-    def advance(self, place: Place, ids: Sequence[int]) -> Tensor:
+    def advance(self, place: Place, ids: Sequence[int], mix: AdapterMix | None = None) -> Tensor:
         """Append `ids` to a sequence in one pass; hidden states `[T, D]`."""
-        batch = StepBatch.after(place, torch.tensor([ids]), self.cache)
+        batch = StepBatch.after(place, torch.tensor([ids]), self.cache, mix)
         hidden: Tensor = self.loaded.model.hidden(batch)  # [1, T, D]
         place.length += len(ids)
         return hidden[0]
 
-    def prefill(self, place: Place, ids: Sequence[int]) -> Tensor:
+    def prefill(self, place: Place, ids: Sequence[int], mix: AdapterMix | None = None) -> Tensor:
         """Append `ids` to a sequence, chunk by chunk; logits `[V]` after the last of them."""
         for start in range(0, len(ids), self.prefill_chunk):
-            hidden = self.advance(place, ids[start : start + self.prefill_chunk])
-        logits = self.logits(hidden[-1:])[0]
+            hidden = self.advance(place, ids[start : start + self.prefill_chunk], mix)
+        logits = self.logits(hidden[-1:], mix)[0]
         self.check(logits)
         return logits
 
-    def score(self, place: Place, ids: Sequence[int]) -> Iterator[Tensor]:
+    def score(
+        self, place: Place, ids: Sequence[int], mix: AdapterMix | None = None
+    ) -> Iterator[Tensor]:
         """Append `ids` to a sequence; logits `[t, V]` after each of them, chunk by chunk."""
         for start in range(0, len(ids), self.prefill_chunk):
-            hidden = self.advance(place, ids[start : start + self.prefill_chunk])
-            yield self.all_logits(hidden)
+            hidden = self.advance(place, ids[start : start + self.prefill_chunk], mix)
+            yield self.all_logits(hidden, mix)
 
     @torch.inference_mode()
-    def all_logits(self, hidden: Tensor) -> Tensor:
+    def all_logits(self, hidden: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """Of a piece of one sequence: `[T, D] -> [T, V]`, checked."""
-        logits: Tensor = self.loaded.model.logits(hidden[None])[0]
+        logits: Tensor = self._head(hidden[None], mix)[0]
         self.check(logits)
         return logits
 
     @torch.inference_mode()
-    def decode(self, places: Sequence[Place], ids: Sequence[Sequence[int]]) -> Tensor:
+    def decode(
+        self,
+        places: Sequence[Place],
+        ids: Sequence[Sequence[int]],
+        mix: AdapterMix | None = None,
+    ) -> Tensor:
         """Append one or more tokens to each sequence; logits `[N, V]` after every token.
 
         N is the tokens of all, in their order.
@@ -78,18 +87,24 @@ class Runner:
             torch.from_numpy(tables),
             torch.tensor([place.span for place, _ in rows]),
             self.cache,
+            mix,
         )
         hidden: Tensor = self.loaded.model.hidden(batch)  # [N, 1, D]
-        logits = self.logits(hidden[:, 0])
+        logits = self.logits(hidden[:, 0], mix)
         for place, new in zip(places, ids, strict=True):
             place.length += len(new)
         return logits
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[N, D] -> [N, V]`; what is not finite is for `check` to find."""
-        logits: Tensor = self.loaded.model.logits(hidden[:, None])  # row by row, however many
+        logits: Tensor = self._head(hidden[:, None], mix)  # row by row, however many
         return logits[:, 0]
+
+    def _head(self, hidden: Tensor, mix: AdapterMix | None) -> Tensor:
+        model = self.loaded.model
+        logits: Tensor = model.logits(hidden) if mix is None else model.logits(hidden, mix)
+        return logits
 
     def check(self, logits: Tensor) -> None:
         """Raise NumericsError for logits that are not finite."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from starquill.nn.lora import AdapterMix, LoraBank
+from starquill.nn.lora import AdapterMix, LoraBank, RowsBank
 from starquill.quant.weight import DenseWeight, Weight
 
 
@@ -29,17 +29,18 @@ class Linear(nn.Module):
 
     def __call__(self, x: Tensor, mix: AdapterMix | None = None) -> Tensor:
         # Past torch's hooks, and its slow look-up of parameters: a step has hundreds of products.
-        y = self.weight.matmul(x, self._parameters.get("bias"))
+        bias = self._parameters.get("bias")
+        y = self.weight.matmul(x, bias)
         if mix is None or self.lora is None:
             return y
-        return self.lora.add_to(y, x, mix)
+        return self.lora.add_to(y, x, mix, bias)
 
 
 class Embedding(nn.Module):
     """Rows of a `Weight` `[V, D]` by token id, and what adapters add."""
 
     weight: Weight
-    lora: LoraBank | None = None
+    lora: RowsBank | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -49,4 +50,4 @@ class Embedding(nn.Module):
         y = self.weight.rows(ids)
         if mix is None or self.lora is None:
             return y
-        return self.lora.add_rows_to(y, ids, mix)
+        return self.lora.add_to(y, ids, mix)

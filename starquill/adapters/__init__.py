@@ -1,0 +1,1 @@
+"""LoRA adapters: reading them, and keeping those of a loaded model."""
