@@ -49,6 +49,7 @@ class GenerateRequest:
     end tokens. `prompt_logprobs` n reports the log probability of every prompt token after the
     first, and the n likeliest at its place. `grammar` (llguidance's JSON form) restricts what is
     written. After `max_seconds` of writing the request ends as if it had reached its length.
+    `adapter` is a loaded adapter's alias, or several with their weights; None for the base model.
     """
 
     id: str
@@ -59,6 +60,14 @@ class GenerateRequest:
     prompt_logprobs: int | None = None
     grammar: str | None = None
     max_seconds: float | None = None
+    adapter: str | Mapping[str, float] | None = None
+
+    @property
+    def adapters(self) -> Mapping[str, float]:
+        """Each adapter's weight, by alias."""
+        if self.adapter is None:
+            return {}
+        return {self.adapter: 1.0} if isinstance(self.adapter, str) else self.adapter
 
     @property
     def prompt_tokens(self) -> int:

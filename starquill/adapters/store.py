@@ -97,7 +97,7 @@ class AdapterStore:
 
     def __init__(self, base: Base, limits: AdapterLimits | None = None) -> None:
         self._base = base
-        self._limits = limits or AdapterLimits()
+        self.limits = limits or AdapterLimits()
         self._lock = Lock()
         self._by_alias: dict[str, _Resident] = {}
         self._leaving: list[_Resident] = []  # without an alias, until their last lease ends
@@ -111,12 +111,12 @@ class AdapterStore:
         """
         if not alias:
             raise BadRequestError("an adapter's alias is empty")
-        if (size := weight_bytes(folder)) > self._limits.bytes:
-            self._too_many(alias, f"{size:,} bytes", f"{self._limits.bytes:,}")
+        if (size := weight_bytes(folder)) > self.limits.bytes:
+            self._too_many(alias, f"{size:,} bytes", f"{self.limits.bytes:,}")
         base = BaseModules.of(self._base)
         adapter = open_adapter(folder, base)
-        if adapter.rank > self._limits.rank:
-            self._too_many(alias, f"rank {adapter.rank}", f"rank {self._limits.rank}")
+        if adapter.rank > self.limits.rank:
+            self._too_many(alias, f"rank {adapter.rank}", f"rank {self.limits.rank}")
         parts = fit(adapter, base)
         for warning in adapter.warnings:
             log.warning("adapter %s (%s): %s", alias, folder, warning)
@@ -194,7 +194,7 @@ class AdapterStore:
 
     def _make_room(self, alias: str, adapter: Adapter) -> None:
         """Let idle adapters go until the new one fits; the one it replaces goes anyway if idle."""
-        limits, going = self._limits, self._by_alias.get(alias)
+        limits, going = self.limits, self._by_alias.get(alias)
         staying = [r for r in self._by_alias.values() if r is not going or r.leases]
         staying += self._leaving
         idle = sorted(

@@ -75,6 +75,7 @@ class Engine:
         running = self._stepper.checked(request, deliver)
         waiting = len(self._stepper.scheduler) + len(self._inbox)
         if waiting >= self.options.slots + self.options.queue:
+            running.end()
             raise BusyError(f"{waiting} requests run or wait already; try again later")
         self._inbox.append(running)
         with self._changed:

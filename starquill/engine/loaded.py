@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from starquill.adapters.store import AdapterStore
 from starquill.checkpoint.tokenizer import FimTokens, Tokenizer
 from starquill.engine.chat import ChatTemplate
 from starquill.engine.grammar import GrammarVocabulary
@@ -50,6 +51,11 @@ class LoadedModel:
         if self.requantizer is None:
             raise UnsupportedError(f"{self.name} was not loaded from a checkpoint")
         return self.requantizer(quant)
+
+    @cached_property
+    def adapters(self) -> AdapterStore:
+        """Adapters by alias: `load`, `unload`, `list`."""
+        return AdapterStore(self)
 
     @cached_property
     def healing(self) -> HealingVocabulary:

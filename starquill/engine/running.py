@@ -30,7 +30,7 @@ class Running:
     """What the engine keeps of a request: its text so far, its blocks, its counts.
 
     `need` is the blocks of the cache that it may come to hold. `seat` is None until its prompt's
-    turn comes.
+    turn comes. `lease` holds on to its adapters until it ends.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Running:
     ) -> None:
         self.request = request
         self.sequence = Sequence(loaded, request, context)
+        self.lease = loaded.adapters.lease(request.adapters) if request.adapters else None
         self.deliver = deliver
         self.need = 0
         self.seat: Seat | None = None
@@ -46,6 +47,14 @@ class Running:
         self.abandoned = False
         self.cached_tokens = self.proposed_tokens = self.accepted_tokens = 0
         self._started = self._first = self._last = time.perf_counter()
+
+    def end(self, *, keep: bool = True) -> None:
+        """Give back what it holds; not `keep` what is in its blocks where that is unsound."""
+        if self.seat is not None:
+            self.seat.leave(keep=keep)
+            self.seat = None
+        if self.lease is not None:
+            self.lease.release()
 
     def begin(self) -> None:
         """Its prompt's turn has come."""

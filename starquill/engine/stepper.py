@@ -21,6 +21,7 @@ from starquill.engine.seat import Seat
 from starquill.engine.sequence import check_request
 from starquill.errors import BadRequestError, CapacityError
 from starquill.kernels.native import is_finite
+from starquill.nn.lora import AdapterMix
 from starquill.types import Delta, EngineOptions, EngineStats, GenerateRequest
 
 log = logging.getLogger("starquill")
@@ -144,7 +145,8 @@ class Stepper:
         if running.seat is None:
             running.begin()
             if running.is_empty:
-                return self._give(running, running.sequence.finish("length"))
+                self._give(running, running.sequence.finish("length"))
+                return self._leave(running)
             running.seat = self._seat_for(running)
         seat = running.seat
         rest = prompt[seat.place.length :]
@@ -155,20 +157,22 @@ class Stepper:
             else rest[: self._options.prefill_chunk]
         )
         seat.make_room(len(ids))
-        hidden = self._runner.advance(seat.place, ids)
+        mix = self._loaded.adapters.mix_of([running.lease], [1])
+        hidden = self._runner.advance(seat.place, ids, mix)
         if request.prompt_logprobs is not None:
-            self._score(running, hidden, prompt[seat.place.length - len(ids) :])
+            rows = self._runner.all_logits(hidden, mix)
+            self._score(running, rows, prompt[seat.place.length - len(ids) :])
         seat.record(ids)
         if len(ids) == len(rest):
             self._counts["prompt"] += len(prompt)
-            self._begin_to_write(running, hidden)
+            self._begin_to_write(running, hidden, mix)
         return None
 
-    def _begin_to_write(self, running: Running, hidden: Tensor) -> None:
+    def _begin_to_write(self, running: Running, hidden: Tensor, mix: AdapterMix | None) -> None:
         if running.request.params.max_tokens == 0:
             self._give(running, running.sequence.finish("length"))
         else:
-            logits = self._runner.logits(hidden[-1:])[0]
+            logits = self._runner.logits(hidden[-1:], mix)[0]
             self._runner.check(logits)
             self.scheduler.filled(running)
             self._accept(running, logits)
@@ -182,18 +186,18 @@ class Stepper:
         """With what the cache holds of the prompt, but for two tokens: see `_fill_piece`."""
         request, shared = running.request, self._options.prefix_cache
         span = running.sequence.span
-        key = self._loaded.config.turning(span)
+        adapters = () if running.lease is None else running.lease.key
+        key = (self._loaded.config.turning(span), adapters)
         seat = Seat(self._pool, self._runner.cache, span, key, shared=shared)
         if shared and request.prompt_logprobs is None:
             running.cached_tokens = seat.reuse(request.prompt_ids[:-2])
             self._counts["cached"] += running.cached_tokens
         return seat
 
-    def _score(self, running: Running, hidden: Tensor, ids: SequenceOf[int]) -> None:
+    def _score(self, running: Running, rows: Tensor, ids: SequenceOf[int]) -> None:
         """Log probabilities of the prompt's tokens behind each of this piece."""
         wanted = running.request.prompt_logprobs
         assert wanted is not None
-        rows = self._runner.all_logits(hidden)
         for row, token in zip(rows, ids[1:], strict=False):
             running.prompt_logprobs.append(logprobs(row, token, wanted))
 
@@ -240,7 +244,9 @@ class Stepper:
         ]
         for running, new in zip(all_running, ids, strict=True):
             _seat(running).make_room(len(new))
-        return self._runner.decode([_seat(running).place for running in all_running], ids)
+        leases = [running.lease for running in all_running]
+        mix = self._loaded.adapters.mix_of(leases, [len(new) for new in ids])
+        return self._runner.decode([_seat(running).place for running in all_running], ids, mix)
 
     def _take(self, running: Running, rows: Tensor, proposed: SequenceOf[int]) -> None:
         """Choose from each row in turn, as long as the choice is what the next row was for."""
@@ -295,9 +301,7 @@ class Stepper:
 
     def _leave(self, running: Running, *, keep: bool = True) -> None:
         self.scheduler.remove(running)
-        if running.seat is not None:
-            running.seat.leave(keep=keep)
-            running.seat = None
+        running.end(keep=keep)
 
 
 def _seat(running: Running) -> Seat:
