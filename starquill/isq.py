@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from starquill.checkpoint.build import Stored
-from starquill.checkpoint.source import TensorInfo
+from starquill.checkpoint.build import is_matrix
+from starquill.checkpoint.source import Stored, TensorInfo
 from starquill.errors import BadRequestError, NumericsError, UnsupportedError, listing
 from starquill.models.spec import ArchSpec, ModelConfig
 from starquill.placement import TopologyEntry
+from starquill.quant.affine import stack
 from starquill.quant.quantize import quantize
 from starquill.quant.schemes import Scheme, parse_scheme
 
@@ -36,6 +37,7 @@ class IsqPlan:
     importances: Mapping[str, Tensor] = field(default_factory=dict)
     products: Mapping[str, Tensor] = field(default_factory=dict)
     outer: tuple[str, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
 
     def summary(self, infos: Mapping[str, TensorInfo]) -> str:
         """One line for people: schemes with their counts, mean bits, what was left alone."""
@@ -44,6 +46,10 @@ class IsqPlan:
         bits = sum(s.bits_per_weight * sizes[name] for name, s in self.schemes.items())
         text = ", ".join(f"{count} x {scheme}" for scheme, count in counts.most_common())
         text += f"; {bits / max(sum(sizes.values()), 1):.2f} bits a weight"
+        if "router" in self.parts.values():
+            # Of a mixture it matters what was quantized: experts bear few bits, routers none.
+            kinds = Counter(self.parts[name] for name in self.schemes)
+            text += f"; {', '.join(f'{kind} {n}' for kind, n in sorted(kinds.items()))}"
         outer = {n: s for n, s in self.schemes.items() if n.startswith(self.outer)}
         if outer:
             text += f"; of these {', '.join(f'{n} {s}' for n, s in outer.items())}"
@@ -123,15 +129,17 @@ def plan_isq(
     schemes: dict[str, Scheme] = {}
     skipped: dict[str, str] = {}
     unmet: dict[str, str] = {}
-    matrices = [name for name, info in infos.items() if len(info.shape) >= 2]
+    matrices = [name for name, info in infos.items() if is_matrix(name, info.shape)]
+    parts = {name: spec.part(name) for name in matrices}
     for name in matrices:
-        wanted = _default(spec, config, name, quant)
-        layer = _layer(spec, name)
+        router = parts[name] == "router"
+        wanted = None if router else _default(spec, config, name, quant)
+        why, layer = "a router" if router else "asked for", _layer(spec, name)
         for override in overrides:
-            if override.matches(name, layer):
-                wanted = override.scheme
+            if override.matches(name, layer) and not (router and not _names(spec, override, name)):
+                wanted, why = override.scheme, "asked for"
         if wanted is None:
-            skipped[name] = "asked for"
+            skipped[name] = why
             continue
         width = infos[name].shape[-1]
         fitting = wanted.fitting(width)
@@ -144,7 +152,14 @@ def plan_isq(
     for override in overrides:
         if not any(override.matches(name, _layer(spec, name)) for name in matrices):
             raise BadRequestError(f"quantization of {override.target!r} finds no weight")
-    return IsqPlan(schemes, skipped, unmet, outer=(spec.embedding, spec.head))
+    return IsqPlan(schemes, skipped, unmet, outer=(spec.embedding, spec.head), parts=parts)
+
+
+def _names(spec: ArchSpec, override: Override, router: str) -> bool:
+    """Whether it is the router that `override` is about, and not all that lies around it."""
+    assert spec.experts is not None
+    beside = router.replace(spec.experts.router, ".mlp.-.")
+    return not override.matches(beside, _layer(spec, router))
 
 
 def _default(spec: ArchSpec, config: ModelConfig, name: str, quant: str) -> Scheme | None:
@@ -183,6 +198,9 @@ def apply_isq(plan: IsqPlan, name: str, value: Stored) -> Stored:
         return value
     try:
         importance, products = plan.importances.get(name), plan.products.get(name)
+        if importance is not None and importance.dim() > 1:
+            each = zip(value, importance, strict=True)
+            return stack([quantize(expert, scheme, own) for expert, own in each])
         return quantize(value, scheme, importance, products)
     except NumericsError as error:
         raise NumericsError(f"{name} cannot be quantized: {error}") from None

@@ -20,7 +20,7 @@ from starquill.calibration import (
     read_imatrix,
     second_moments,
 )
-from starquill.checkpoint.build import compare, renamed
+from starquill.checkpoint.build import compare, is_matrix, renamed
 from starquill.checkpoint.files import read_text, read_texts
 from starquill.checkpoint.hub import locate
 from starquill.checkpoint.memory import check_memory
@@ -172,7 +172,7 @@ def planned_bytes(checkpoint: Checkpoint, plan: IsqPlan, computing: Computing | 
             total += weights * plan.schemes[ours].bits_per_weight / 8
         elif computing is None or info.is_quantized:
             total += info.nbytes
-        elif len(info.shape) < 2:
+        elif not is_matrix(ours, info.shape):
             total += weights * torch.float32.itemsize  # norms, and most biases
         else:
             total += info.nbytes if computing.as_stored else weights * computing.dtype.itemsize
@@ -203,7 +203,7 @@ def _fitting(checkpoint: Checkpoint, data: Path, found: Mapping[str, Tensor]) ->
     """Those of matrices that are there, in their shape; CheckpointError if it is another."""
     infos = stored_infos(checkpoint)
     fitting = {}
-    for name in found.keys() & {name for name, info in infos.items() if len(info.shape) > 1}:
+    for name in found.keys() & {n for n, info in infos.items() if is_matrix(n, info.shape)}:
         *lead, _, width = infos[name].shape
         count, expected = found[name].numel(), math.prod((*lead, width))
         if count != expected:
@@ -262,7 +262,7 @@ def quantize_checkpoint(
         for ours, name in fit.names.items():
             value = apply_isq(plan, ours, checkpoint.source.read(name))
             assert not isinstance(value, PermutedWeight), "quantized sources are refused"
-            writer.add(ours, value)
+            writer.add(spec.saved(ours), value)
             reading.read(ours)
         _write_companions(checkpoint, folder)
         writer.finish(checkpoint.raw_config)

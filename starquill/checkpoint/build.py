@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from starquill.checkpoint.source import TensorInfo, WeightSource
+from starquill.checkpoint.source import Stored, TensorInfo, WeightSource
+from starquill.checkpoint.stacked import piece_name, piece_of
 from starquill.errors import CheckpointError, NumericsError, listing
 from starquill.kernels.native import is_finite
 from starquill.models.spec import ArchSpec, ModelConfig
+from starquill.nn.experts import ExpertLinear
 from starquill.nn.linear import Embedding, Linear
 from starquill.quant.affine import AffineWeight
 from starquill.quant.weight import Computing, DenseWeight, PermutedWeight, Weight
 
 TWO_BYTES = (torch.bfloat16, torch.float16)
 _READABLE = ("BF16", "F16", "F32")
+_HOLDERS = Linear | Embedding | ExpertLinear  # what has a `Weight`
 
-
-Stored = Tensor | AffineWeight | PermutedWeight
 Prepare = Callable[[str, Stored], Stored]
 
 
@@ -38,11 +39,16 @@ class BuiltModel:
     warnings: tuple[str, ...]
 
 
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is a `Weight`, or a stack of them: the biases of experts are not."""
+    return len(shape) > 1 and name.endswith(".weight")
+
+
 def expected_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Every tensor that `model` is made of, by its name in a checkpoint, with its shape."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Linear | Embedding):
+        if isinstance(module, _HOLDERS):
             shapes[f"{path}.weight"] = module.weight.shape
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
             shapes[name] = tuple(parameter.shape)
@@ -108,7 +114,24 @@ def compare(spec: ArchSpec, model: nn.Module, found: Mapping[str, TensorInfo]) -
     expected, names = expected_tensors(model), renamed(spec, found)
     if f"{spec.head}.weight" not in names:
         del expected[f"{spec.head}.weight"]
-    return Fit(expected, names, _problems(expected, names, found))
+    return Fit(expected, names, _problems(_one_by_one(expected, names), names, found))
+
+
+def _one_by_one(
+    expected: Mapping[str, tuple[int, ...]], names: Mapping[str, str]
+) -> dict[str, tuple[int, ...]]:
+    """`expected`, but experts that were found one by one are expected so.
+
+    What is found so is not whole, or else it would have been found as a stack.
+    """
+    broken = {piece[0] for name in names if (piece := piece_of(name))}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in expected.items():
+        if name in broken and name not in names:
+            found |= {piece_name(name, e): shape[1:] for e in range(shape[0])}
+        else:
+            found[name] = shape
+    return found
 
 
 def renamed(spec: ArchSpec, found: Mapping[str, TensorInfo]) -> dict[str, str]:
@@ -148,7 +171,9 @@ def _problems(
     ]
     if wrong:
         problems.append(f"wrong shapes: {listing(wrong)}")
-    matrices = {name for name, shape in expected.items() if len(shape) > 1}
+    if not problems and (mixed := _mixed(infos)):
+        problems.append(f"experts of one layer are of different types: {listing(mixed)}")
+    matrices = {name for name, shape in expected.items() if is_matrix(name, shape)}
     odd = [
         f"{name} {i.dtype}"
         for name, i in sorted(infos.items())
@@ -159,12 +184,21 @@ def _problems(
     return "; ".join(problems)
 
 
+def _mixed(infos: Mapping[str, TensorInfo]) -> list[str]:
+    """Stacks that are there expert by expert, and nothing but their types keeps apart."""
+    types: dict[str, set[str]] = {}
+    for name, info in infos.items():
+        if piece := piece_of(name):
+            types.setdefault(piece[0], set()).add(info.dtype)
+    return [f"{stack} {' and '.join(sorted(found))}" for stack, found in sorted(types.items())]
+
+
 def assign(model: nn.Module, name: str, value: Stored, computing: Computing) -> None:
     """Put one tensor in its place, as `computing` wants it; it must be finite."""
     dtype = computing.dtype
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
-    if isinstance(module, Linear | Embedding) and attribute == "weight":
+    if isinstance(module, _HOLDERS) and attribute == "weight":
         if isinstance(value, Tensor):
             kept = value.dtype if computing.as_stored and value.dtype in TWO_BYTES else dtype
             module.weight = DenseWeight(_convert(value, name, kept), dtype)
@@ -176,7 +210,7 @@ def assign(model: nn.Module, name: str, value: Stored, computing: Computing) -> 
         return
     assert isinstance(value, Tensor), f"{name} cannot be quantized"
     # Norms are computed in float32, so their parameters are kept in it.
-    wanted = dtype if isinstance(module, Linear) else torch.float32
+    wanted = dtype if isinstance(module, Linear | ExpertLinear) else torch.float32
     setattr(module, attribute, nn.Parameter(_convert(value, name, wanted), requires_grad=False))
 
 
@@ -223,7 +257,7 @@ def tie(model: nn.Module, spec: ArchSpec) -> None:
 def weight_of(model: nn.Module, path: str) -> Weight:
     """The weight of the `Linear` or `Embedding` at `path`."""
     module = model.get_submodule(path)
-    assert isinstance(module, Linear | Embedding)
+    assert isinstance(module, _HOLDERS)
     return module.weight
 
 
@@ -231,5 +265,5 @@ def _check_nothing_on_meta(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, tensor in module.named_parameters(recurse=False):
             assert not tensor.is_meta, f"{path}.{name} was never loaded"
-        if isinstance(module, Linear | Embedding) and isinstance(module.weight, DenseWeight):
+        if isinstance(module, _HOLDERS) and isinstance(module.weight, DenseWeight):
             assert not module.weight.data.is_meta, f"{path}.weight was never loaded"

@@ -77,20 +77,8 @@ def describe(model: str | Path, revision: str | None = None) -> ModelFacts:
 def _bytes_per_part(spec: ArchSpec, infos: dict[str, TensorInfo]) -> dict[str, int]:
     parts = Counter[str]()
     for name, info in infos.items():
-        parts[_part(spec, name)] += info.nbytes
+        parts[spec.part(spec.rename(name) or name)] += info.nbytes
     return dict(sorted(parts.items()))
-
-
-def _part(spec: ArchSpec, name: str) -> str:
-    if name.startswith(spec.embedding):
-        return "embedding"
-    if name.startswith(spec.head):
-        return "head"
-    if ".self_attn." in name:
-        return "attention"
-    if ".mlp." in name:
-        return "mlp"
-    return "norms" if "norm." in name else "other"
 
 
 def _quantization(infos: dict[str, TensorInfo]) -> str | None:

@@ -224,7 +224,8 @@ class GgufSource:
     def read(self, name: str) -> Tensor | AffineWeight:
         tensor, info = self._tensors[name], self.infos[name]
         if tensor.tensor_type in BLOCK_TYPES:
-            return affine(tensor.tensor_type, np.array(tensor.data).reshape(info.shape[0], -1))
+            rows = np.array(tensor.data).reshape(math.prod(info.shape[:-1]), -1)
+            return affine(tensor.tensor_type, rows).of_height(info.shape[:-1])
         data = torch.from_numpy(np.array(tensor.data))
         if info.dtype == "BF16":
             data = data.view(torch.bfloat16)

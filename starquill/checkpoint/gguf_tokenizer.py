@@ -10,6 +10,11 @@ from starquill.errors import CheckpointError, UnsupportedError
 _CONTROL, _USER_DEFINED = 3, 4
 # llama.cpp's names for "digits one by one, then GPT-2's split", which StarCoder2 uses.
 _DIGIT_RULES = ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone")
+# Qwen2's: a contraction, a word with what stands before it, one digit, punctuation, white space.
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def tokenizer_definition(
@@ -24,7 +29,12 @@ def tokenizer_definition(
         raise CheckpointError("the file's tokenizer has no tokens or no merges")
     rule = fields.get("tokenizer.ggml.pre")
     warnings = []
-    if rule not in _DIGIT_RULES:
+    splits, normalizer = [{"type": "Digits", "individual_digits": True}, _byte_level(False)], None
+    if rule == "qwen2":
+        pattern = {"type": "Split", "pattern": {"Regex": _QWEN2_SPLIT}, "behavior": "Isolated"}
+        splits = [{**pattern, "invert": False}, {**_byte_level(False), "use_regex": False}]
+        normalizer = {"type": "NFC"}
+    elif rule not in _DIGIT_RULES:
         found = "does not say" if rule is None else f"says {rule!r}"
         warnings.append(
             f"the file {found} how text is split before merging: digits are split one by one, "
@@ -33,11 +43,8 @@ def tokenizer_definition(
     definition = {
         "version": "1.0",
         "added_tokens": _added(tokens, fields.get("tokenizer.ggml.token_type") or []),
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [{"type": "Digits", "individual_digits": True}, _byte_level(False)],
-        },
+        "normalizer": normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
         "post_processor": None,
         "decoder": _byte_level(True),
         "model": {

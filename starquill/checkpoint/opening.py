@@ -12,6 +12,7 @@ from starquill.checkpoint.hub import ModelFiles
 from starquill.checkpoint.mlx import MlxSource
 from starquill.checkpoint.prequantized import PrequantizedSource
 from starquill.checkpoint.source import DenseSource, WeightSource, open_headers, open_source
+from starquill.checkpoint.stacked import StackedSource
 from starquill.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from starquill.checkpoint.vocabulary import end_tokens
 from starquill.errors import CheckpointError, StarquillError, UnsupportedError
@@ -46,6 +47,8 @@ def open_checkpoint(files: ModelFiles, *, headers_only: bool = False) -> Checkpo
     config = spec.read_config(raw)
     tokenizer = load_tokenizer(files.folder)
     source = _open_tensors(open_headers(files) if headers_only else open_source(files), raw)
+    if spec.experts is not None:
+        source = StackedSource(source, spec, spec.experts.count(config))
     generation = read_json_if_there(files.folder / "generation_config.json")
     ends, warnings = end_tokens((raw, generation), tokenizer, config.vocab_size)
     warnings = [*source.warnings, *warnings]

@@ -54,6 +54,9 @@ class TensorInfo:
         return self.dtype.startswith("q")
 
 
+Stored = Tensor | AffineWeight | PermutedWeight
+
+
 class WeightSource(Protocol):
     """Tensors by name. `infos` costs no reading of weights; `read` reads one tensor."""
 
@@ -63,7 +66,7 @@ class WeightSource(Protocol):
     @property
     def warnings(self) -> Sequence[str]: ...
 
-    def read(self, name: str) -> Tensor | AffineWeight | PermutedWeight: ...
+    def read(self, name: str) -> Stored: ...
 
 
 class DenseSource(Protocol):

@@ -37,7 +37,7 @@ class FimTokens:
         return frozenset(i for i in ids if i is not None)
 
 
-# StarCoder's spelling, and SantaCoder's with hyphens. Every name must be a single token.
+# StarCoder's spelling, SantaCoder's with hyphens, Qwen-Coder's. Every name must be one token.
 _FIM_SPELLINGS = (
     {
         "prefix": "<fim_prefix>",
@@ -54,6 +54,14 @@ _FIM_SPELLINGS = (
         "file_sep": "<file-sep>",
         "repo_name": "<repo-name>",
         "pad": "<fim-pad>",
+    },
+    {
+        "prefix": "<|fim_prefix|>",
+        "suffix": "<|fim_suffix|>",
+        "middle": "<|fim_middle|>",
+        "file_sep": "<|file_sep|>",
+        "repo_name": "<|repo_name|>",
+        "pad": "<|fim_pad|>",
     },
 )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starquill.errors import CheckpointError, UnsupportedError, listing
-from starquill.nn.rope import RopeConfig, yarn_attention_factor
+from starquill.nn.rope import LongRope, RopeConfig, yarn_attention_factor
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 _REQUIRED: Any = object()
@@ -56,13 +57,9 @@ class ConfigReader:
         value = self._take(key, default, expected, 1.0)
         if value is default:
             return value
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf:
+        if not _is_positive(value):
             return self._wrong(key, value, expected, 1.0)
-        try:
-            return float(value)
-        except OverflowError:
-            return self._wrong(key, value, expected, 1.0)
+        return float(value)
 
     def _wrong(self, key: str, value: object, expected: str, placeholder: Value) -> Value:
         self.wrong.add(key)
@@ -70,6 +67,22 @@ class ConfigReader:
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         self.problems.append(f"{key} is {shown} (expected {expected})")
         return placeholder
+
+    def whole_numbers(self, key: str, below: int) -> tuple[int, ...]:
+        """A list of whole numbers from 0 on, each less than `below`; empty where it is missing."""
+        value, expected = self.raw.get(key), f"a list of whole numbers below {below}"
+        found = [] if value is None else value
+        if not isinstance(found, list) or not all(
+            isinstance(n, int) and not isinstance(n, bool) and 0 <= n < below for n in found
+        ):
+            return self._wrong(key, value, expected, ())
+        return tuple(found)
+
+    def positive_floats(self, key: str, count: int) -> tuple[float, ...]:
+        value, expected = self.raw.get(key), f"a list of {count} positive numbers"
+        if not isinstance(value, list) or len(value) != count or not all(map(_is_positive, value)):
+            return self._wrong(key, value, expected, (1.0,) * count)
+        return tuple(map(float, value))
 
     def boolean(self, key: str, default: Any = _REQUIRED) -> bool:
         value = self._take(key, default, "true or false", False)
@@ -95,13 +108,67 @@ class ConfigReader:
 
     def finish(self) -> None:
         """Raise what was found: faults first, then what starquill does not implement."""
-        if self.problems:
-            raise CheckpointError(f"{self.name}: {listing(self.problems)}")
-        if self.unsupported:
-            raise UnsupportedError(f"{self.name} asks for {listing(self.unsupported)}")
+        # What was read twice is told once.
+        problems, unsupported = (list(dict.fromkeys(p)) for p in (self.problems, self.unsupported))
+        if problems:
+            raise CheckpointError(f"{self.name}: {listing(problems)}")
+        if unsupported:
+            raise UnsupportedError(f"{self.name} asks for {listing(unsupported)}")
 
 
-def read_rope(reader: ConfigReader, head_dim: int, context: int) -> RopeConfig:
+def _is_positive(value: object) -> bool:
+    """Whether it is a number above 0 that a float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= sys.float_info.max
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of grouped-query attention."""
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def read_heads(reader: ConfigReader, kv_heads: int | None = None) -> Heads:
+    """`hidden_size`, the numbers of heads, and `head_dim`, which else follows from them.
+
+    `kv_heads` is for a config that does not say; 0 for as many as there are heads.
+    """
+    hidden, heads = reader.positive_int("hidden_size"), reader.positive_int("num_attention_heads")
+    default = _REQUIRED if kv_heads is None else kv_heads or heads
+    kv_heads = reader.positive_int("num_key_value_heads", default)
+    head_dim = reader.positive_int("head_dim", None)
+    if head_dim is None:
+        reader.require(
+            hidden % heads == 0,
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
+            "hidden_size",
+            "num_attention_heads",
+        )
+        head_dim = hidden // heads
+    reader.require(
+        heads % kv_heads == 0,
+        f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    reader.require(
+        head_dim % 2 == 0, f"head_dim {head_dim} is odd; rotary pairs dimensions", "head_dim"
+    )
+    reader.require(
+        heads * head_dim <= MOST,
+        f"num_attention_heads {heads} times head_dim {head_dim} is more than {MOST}",
+    )
+    return Heads(hidden, heads, kv_heads, head_dim)
+
+
+def read_rope(
+    reader: ConfigReader, head_dim: int, context: int, types: tuple[str, ...] = ROPE_TYPES
+) -> RopeConfig:
     """Read both forms: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters`."""
     # Where a config has both, transformers takes the older one.
     key = "rope_scaling" if reader.raw.get("rope_scaling") else "rope_parameters"
@@ -118,16 +185,34 @@ def read_rope(reader: ConfigReader, head_dim: int, context: int) -> RopeConfig:
     if values.get("rope_type") is None:
         values["rope_type"] = values.get("type")  # the key's name before transformers 4.45
     rope = ConfigReader(values, f"{reader.name} rope parameters")
-    kind = rope.choice("rope_type", ROPE_TYPES, default="default")
+    kind = rope.choice("rope_type", types, default="default")
     theta = rope.positive_float("rope_theta")
     if rope.positive_float("partial_rotary_factor", 1.0) != 1.0:
         rope.unsupported.append("partial_rotary_factor other than 1")
-    scaling = _read_scaling(rope, kind, context, reader) if kind != "default" else {}
+    scaling: dict[str, Any] = {}
+    if kind == "longrope":
+        scaling = _read_longrope(rope, head_dim, context, reader)
+    elif kind != "default":
+        scaling = _read_scaling(rope, kind, context, reader)
     too_small = kind == "dynamic" and head_dim <= 2
     reader.require(not too_small, f"head_dim {head_dim} is too small for dynamic rope", "head_dim")
     reader.problems.extend(rope.problems)
     reader.unsupported.extend(rope.unsupported)
     return RopeConfig(theta=theta, head_dim=head_dim, type=kind, **scaling)  # type: ignore[arg-type]
+
+
+def _read_longrope(
+    rope: ConfigReader, head_dim: int, context: int, model: ConfigReader
+) -> dict[str, Any]:
+    """Factors and scales as phimoe has them. The trained length is here or there."""
+    original = model.positive_int("original_max_position_embeddings", None)
+    original = original or rope.positive_int("original_max_position_embeddings", context)
+
+    def read(length: str) -> LongRope:
+        factors = rope.positive_floats(f"{length}_factor", head_dim // 2)
+        return LongRope(factors, rope.positive_float(f"{length}_mscale"))
+
+    return {"original_context": original, "short": read("short"), "long": read("long")}
 
 
 def _read_scaling(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -129,12 +130,39 @@ class GgufConfig:
     warnings: tuple[str, ...] = ()
 
 
+# From a name as a regular expression to another, one after the other.
+Renames = tuple[tuple[str, str], ...]
+
+
+def rewritten(name: str, renames: Renames) -> str:
+    for pattern, new in renames:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """How checkpoints name the parts of a mixture.
+
+    Our name of a stack is `PATH.experts.NAME.weight`. A checkpoint may have that, or
+    `PATH.experts.3.NAME.weight` for each expert, or `gate_up_proj`, which is two stacks in one:
+    whatever it calls them, after `renames`. `mlx` turns our names into mlx-lm's. `count` tells how
+    many experts a config has.
+    """
+
+    renames: Renames
+    mlx: Renames
+    router: str = ".mlp.gate."
+    count: Callable[[Any], int] = attrgetter("num_experts")
+
+
 @dataclass(frozen=True)
 class ArchSpec:
     """One architecture: how to read its config, build it and find its tensors.
 
     `Model` makes an `nn.Module` that is a `ModelParts`, its layers at `layer_prefix`. `rename`
-    maps a checkpoint's tensor name to ours, or to None for one to ignore.
+    maps a checkpoint's tensor name to ours, or to None for one to ignore; `saved` maps ours to the
+    name that a written folder has.
     """
 
     model_type: str
@@ -144,7 +172,29 @@ class ArchSpec:
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
     gguf: GgufNames | None = None
+    experts: ExpertNames | None = None
 
     def rename(self, name: str) -> str | None:
         # Buffers that old versions of transformers saved; they hold no weights.
-        return None if name.endswith("rotary_emb.inv_freq") else name
+        if name.endswith("rotary_emb.inv_freq"):
+            return None
+        return name if self.experts is None else rewritten(name, self.experts.renames)
+
+    def saved(self, name: str) -> str:
+        return name if self.experts is None else rewritten(name, self.experts.mlx)
+
+    def part(self, name: str) -> str:
+        """Which part of the model a tensor, by our name, belongs to."""
+        if name.startswith(self.embedding):
+            return "embedding"
+        if name.startswith(self.head):
+            return "head"
+        if ".self_attn." in name:
+            return "attention"
+        if self.experts is not None and self.experts.router in name:
+            return "router"
+        if self.experts is not None and ".experts." in name:
+            return "experts"
+        if ".mlp." in name:
+            return "mlp"
+        return "norms" if "norm." in name else "other"

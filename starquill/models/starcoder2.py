@@ -13,7 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from starquill.errors import CheckpointError
-from starquill.models.config import MOST, MOST_LAYERS, MOST_POSITIONS, ConfigReader, read_rope
+from starquill.models.config import (
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    ConfigReader,
+    read_heads,
+    read_rope,
+)
 from starquill.models.spec import ArchSpec, GgufConfig, GgufNames, StepBatch
 from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.attention import AttentionStep, attend_cached
@@ -46,51 +52,25 @@ class Starcoder2Config:
     def read(cls, raw: Mapping[str, Any]) -> Starcoder2Config:
         """Read `config.json`; what it does not say is what the published models have."""
         reader = ConfigReader(raw)
-        hidden, heads = (
-            reader.positive_int("hidden_size"),
-            reader.positive_int("num_attention_heads"),
-        )
-        kv_heads = reader.positive_int("num_key_value_heads")
-        head_dim = reader.positive_int("head_dim", None)
-        if head_dim is None:
-            reader.require(
-                hidden % heads == 0,
-                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
-                "hidden_size",
-                "num_attention_heads",
-            )
-            head_dim = hidden // heads
-        reader.require(
-            heads % kv_heads == 0,
-            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
-            "num_attention_heads",
-            "num_key_value_heads",
-        )
-        reader.require(
-            head_dim % 2 == 0, f"head_dim {head_dim} is odd; rotary pairs dimensions", "head_dim"
-        )
-        reader.require(
-            heads * head_dim <= MOST,
-            f"num_attention_heads {heads} times head_dim {head_dim} is more than {MOST}",
-        )
+        shape = read_heads(reader)
         reader.choice("norm_type", ("layer_norm",), "layer_norm")
         reader.choice("mlp_type", ("default",), "default")
         context = reader.positive_int("max_position_embeddings", most=MOST_POSITIONS)
         config = cls(
             vocab_size=reader.positive_int("vocab_size"),
-            hidden_size=hidden,
+            hidden_size=shape.hidden_size,
             intermediate_size=reader.positive_int("intermediate_size"),
             num_hidden_layers=reader.positive_int("num_hidden_layers", most=MOST_LAYERS),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
             hidden_act=reader.choice("hidden_act", tuple(ACTIVATIONS)),
             norm_epsilon=reader.positive_float("norm_epsilon", 1e-5),
             use_bias=reader.boolean("use_bias", True),
             max_position_embeddings=context,
             sliding_window=reader.positive_int("sliding_window", None, MOST_POSITIONS),
             tie_word_embeddings=reader.optional_boolean("tie_word_embeddings"),
-            rope=read_rope(reader, head_dim, context),
+            rope=read_rope(reader, shape.head_dim, context),
         )
         reader.finish()
         return config

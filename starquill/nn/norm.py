@@ -28,3 +28,23 @@ class LayerNorm(nn.Module):
             return elementwise.layer_norm(x, weight, bias, self.eps)
         y = F.layer_norm(x.float(), (x.shape[-1],), weight, bias, self.eps)
         return y.to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation (arXiv 1910.07467) with weight `[D]`, in float32 likewise.
+
+    Over the last dimension, in runs of D: what is `[..., n·D]` wide is normalised as n heads.
+    """
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, device="meta"), requires_grad=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self._parameters["weight"]
+        assert weight is not None
+        width = weight.shape[0]
+        runs = x if x.shape[-1] == width else x.unflatten(-1, (-1, width))
+        y = F.rms_norm(runs.float(), (width,), weight, self.eps)
+        return y.view(x.shape).to(x.dtype)

@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies per scaling type, and the half-split rotation.
 
-Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071); checked against transformers'
-`modeling_rope_utils`.
+Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753);
+checked against transformers' `modeling_rope_utils`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,23 @@ from torch import Tensor
 
 from starquill.kernels import elementwise
 
-RopeType = Literal["default", "linear", "dynamic", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope"]
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE's own divisor of each frequency, `[Dh/2]`, and the scale of cos and sin."""
+
+    factors: tuple[float, ...]
+    scale: float
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Everything the frequencies depend on. `original_context` is the length trained on."""
+    """Everything the frequencies depend on. `original_context` is the length trained on.
+
+    `short` and `long` are for sequences that stay within it and for those that do not.
+    """
 
     theta: float
     head_dim: int
@@ -32,6 +43,13 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short: LongRope | None = None
+    long: LongRope | None = None
+
+    @property
+    def needs_span(self) -> bool:
+        """Whether the length that a sequence may reach counts."""
+        return self.type in ("dynamic", "longrope")
 
 
 def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
@@ -45,9 +63,9 @@ def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -
     return scale(1.0)
 
 
-def _inverse_frequencies(theta: float, head_dim: int) -> Tensor:
+def _inverse_frequencies(theta: float, head_dim: int, factors: float | Tensor = 1.0) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return 1.0 / (theta**exponents)  # [Dh/2]
+    return 1.0 / (factors * theta**exponents)  # [Dh/2]
 
 
 def _yarn_frequencies(rope: RopeConfig) -> Tensor:
@@ -72,9 +90,13 @@ def _yarn_frequencies(rope: RopeConfig) -> Tensor:
 def frequencies(rope: RopeConfig, span: int) -> Tensor:
     """Inverse frequencies `[Dh/2]` for a sequence of `span` tokens in all.
 
-    Only `dynamic` depends on `span`: past the trained context its base grows with the length of
-    the whole sequence. One sequence keeps one span, so that cached keys stay valid.
+    Two types depend on `span`. Past the trained context `dynamic`'s base grows with the length of
+    the whole sequence, and `longrope` takes other factors. One sequence keeps one span, so that
+    cached keys stay valid.
     """
+    if rope.type == "longrope":
+        factors = torch.tensor(_long_rope(rope, span).factors, dtype=torch.float32)
+        return _inverse_frequencies(rope.theta, rope.head_dim, factors)
     if rope.type == "yarn":
         return _yarn_frequencies(rope)
     if rope.type == "linear":
@@ -88,7 +110,23 @@ def frequencies(rope: RopeConfig, span: int) -> Tensor:
 
 def turning(rope: RopeConfig, span: int) -> int:
     """Keys of sequences turn alike where this is equal: see `frequencies`."""
-    return span if rope.type == "dynamic" and span > rope.original_context else 0
+    if not rope.needs_span or span <= rope.original_context:
+        return 0
+    return span if rope.type == "dynamic" else 1
+
+
+def _long_rope(rope: RopeConfig, span: int) -> LongRope:
+    chosen = rope.long if span > rope.original_context else rope.short
+    assert chosen is not None
+    return chosen
+
+
+def _scales(rope: RopeConfig, spans: Tensor) -> float | np.ndarray:
+    """What cos and sin are scaled by: one number, or of each row `[B, 1, 1]`."""
+    if rope.type != "longrope":
+        return rope.attention_factor
+    scales = [_long_rope(rope, span).scale for span in spans.tolist()]
+    return np.array(scales, dtype=np.float32)[:, None, None]
 
 
 def rope_table(rope: RopeConfig, positions: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,13 +134,13 @@ def rope_table(rope: RopeConfig, positions: Tensor, spans: Tensor) -> tuple[Tens
 
     `spans` `[B]` is the length that each row's sequence may reach (see `frequencies`).
     """
-    if rope.type == "dynamic":
+    if rope.needs_span:
         inverse = torch.stack([frequencies(rope, int(span)) for span in spans])  # [B, Dh/2]
         angles = positions[..., None].float() * inverse[:, None]
     else:
         angles = positions[..., None].float() * frequencies(rope, 0)  # [B, T, Dh/2]
     # numpy: torch's cos and sin of a few values wake all of its threads, for milliseconds.
-    turned = (f(angles.numpy(force=True)) * rope.attention_factor for f in (np.cos, np.sin))
+    turned = (f(angles.numpy(force=True)) * _scales(rope, spans) for f in (np.cos, np.sin))
     cos, sin = (torch.from_numpy(half).to(angles.dtype) for half in turned)
     return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((sin, sin), dim=-1)[:, None]
 

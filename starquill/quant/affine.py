@@ -6,15 +6,16 @@ bits k·b to k·b+b of it. Groups run along the input.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
 
 from starquill.kernels.matmul import AffineKernel
 from starquill.kernels.native import serves
-from starquill.quant.bands import in_bands
+from starquill.quant.bands import each_expert, in_bands
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (16, 32, 64, 128)
@@ -79,6 +80,12 @@ class AffineWeight:
         parts = (self.packed[index], self.scales[index], self.biases[index])
         return AffineWeight(*parts, self.bits, self.group, self.dtype, self.exact)
 
+    def of_height(self, lead: tuple[int, ...]) -> AffineWeight:
+        """The same rows as a matrix `[out]` high, or as a stack of `[E, out]`."""
+        parts = (part.reshape(*lead, -1) for part in (self.packed, self.scales, self.biases))
+        packed, scales, biases = parts
+        return replace(self, packed=packed, scales=scales, biases=biases)
+
     def integers(self) -> Tensor:
         return unpack(self.packed, self.bits)
 
@@ -119,16 +126,30 @@ class AffineWeight:
     def matmul_experts(self, x: Tensor, experts: Tensor, *, one: bool = False) -> Tensor:
         """Each row of `x` `[N, in]` times the matrix of its expert, `experts` `[N]` int64.
 
-        Of a stack `[E, out, in]`. Rows are grouped by expert, weights are read where they lie.
-        `one` is for rows that are single tokens of several sequences (see `kernels.matmul`).
-        Returns `[N, out]`.
+        Of a stack `[E, out, in]`; see `matmul_grouped`. Returns `[N, out]`.
         """
         order = experts.argsort(stable=True)
         counts = experts.bincount(minlength=self.shape[0])
-        grouped = x[order]
-        if self._kernel is not None and serves(x):
-            y = self._kernel.matmul_experts(grouped, counts, one, self.exact)
-        else:
-            parts = grouped.split(counts.tolist())
-            y = torch.cat([self[e].matmul(part) for e, part in enumerate(parts)])
+        y = self.matmul_grouped(x[order], counts, one=one)
         return torch.empty_like(y).index_copy_(0, order, y)
+
+    def matmul_grouped(self, x: Tensor, counts: Tensor, *, one: bool = False) -> Tensor:
+        """Rows `x` `[N, in]` in the order of their experts, of which each has `counts` `[E]`.
+
+        Of a stack `[E, out, in]`: weights are read where they lie, and only those of experts with
+        rows. `one` is for rows that are single tokens of several sequences (see
+        `kernels.matmul`). Returns `[N, out]`.
+        """
+        if self._kernel is not None and serves(x):
+            return self._kernel.matmul_experts(x, counts, one, self.exact)
+        return each_expert(x, counts, self.shape[1], lambda e, rows: self[e].matmul(rows))
+
+
+def stack(experts: Sequence[AffineWeight]) -> AffineWeight:
+    """Matrices of one shape and packing, `[out, in]`, as `[E, out, in]`."""
+    packed, scales, biases = (
+        torch.stack([part.to(wide) for part in parts])
+        for parts in zip(*((e.packed, e.scales, e.biases) for e in experts), strict=True)
+        for wide in [reduce(torch.promote_types, (part.dtype for part in parts))]
+    )
+    return replace(experts[0], packed=packed, scales=scales, biases=biases)

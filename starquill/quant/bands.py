@@ -1,4 +1,4 @@
-"""A product with a matrix that is written out a band of rows at a time."""
+"""A product with a matrix that is written out a band of rows at a time, or with a stack of them."""
 
 from __future__ import annotations
 
@@ -20,3 +20,19 @@ def in_bands(
     parts = [F.linear(x, band(start, min(start + ROWS_AT_ONCE, rows))) for start in starts]
     y = torch.cat(parts, dim=-1)
     return y if bias is None else y + bias
+
+
+def each_expert(
+    x: Tensor, counts: Tensor, outputs: int, product: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """`[N, in] -> [N, outputs]`: `product(e, rows)` for every expert that has any of them.
+
+    Rows lie in the order of their experts; `counts` `[E]` says how many each has.
+    """
+    y = x.new_empty(len(x), outputs)
+    start = 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            y[start : start + count] = product(expert, x[start : start + count])
+            start += count
+    return y

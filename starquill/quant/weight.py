@@ -11,11 +11,14 @@ from torch import Tensor
 
 from starquill.kernels.matmul import dense_matmul, takes_dense
 from starquill.quant.affine import AffineWeight
-from starquill.quant.bands import in_bands
+from starquill.quant.bands import each_expert, in_bands
 
 
 class Weight(Protocol):
-    """A matrix `[out, in]` that can be multiplied with, looked up by row, or written out whole."""
+    """A matrix `[out, in]` that can be multiplied with, looked up by row, or written out whole.
+
+    Or a stack of them, `[E, out, in]`, which is multiplied with by `matmul_grouped`.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -30,6 +33,14 @@ class Weight(Protocol):
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`[..., in] -> [..., out]`, plus `bias` `[out]`."""
+        ...
+
+    def matmul_grouped(self, x: Tensor, counts: Tensor, *, one: bool = False) -> Tensor:
+        """Rows `x` `[N, in]` in the order of their experts, of which each has `counts` `[E]`.
+
+        `one` says that they are single tokens of several sequences, so that each comes out the
+        same in any company. Returns `[N, out]`.
+        """
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -55,7 +66,7 @@ class Computing:
 
 @dataclass(frozen=True, eq=False)
 class DenseWeight:
-    """A plain tensor `[out, in]`, in the dtype that is computed in or in a narrower one.
+    """A plain tensor `[out, in]` or `[E, out, in]`, in the dtype computed in or a narrower one.
 
     bfloat16 and float16 weights are multiplied with float32 activations in float32: half the
     memory, and for few rows half the time.
@@ -82,6 +93,19 @@ class DenseWeight:
         if self.data.dtype == self.dtype:
             return F.linear(x, self.data, bias)
         return in_bands(self.shape[0], x, bias, lambda start, end: self.data[start:end].to(x.dtype))
+
+    def __getitem__(self, expert: int) -> DenseWeight:
+        """A view of one expert."""
+        return DenseWeight(self.data[expert], self.dtype)
+
+    def matmul_grouped(self, x: Tensor, counts: Tensor, *, one: bool = False) -> Tensor:
+        # The shape says which way to go: `[N, 1, in]` is a step of N sequences.
+        between = 1 if one else 0
+
+        def product(expert: int, rows: Tensor) -> Tensor:
+            return self[expert].matmul(rows.unsqueeze(between)).squeeze(between)
+
+        return each_expert(x, counts, self.shape[1], product)
 
     def rows(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.data).to(self.dtype)
@@ -118,6 +142,9 @@ class PermutedWeight:
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.inner.matmul(x[..., self.order], bias)
+
+    def matmul_grouped(self, x: Tensor, counts: Tensor, *, one: bool = False) -> Tensor:
+        return self.inner.matmul_grouped(x[..., self.order], counts, one=one)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self._in_order(self.inner.rows(ids))

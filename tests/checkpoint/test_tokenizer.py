@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from starquill.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from starquill.checkpoint.tokenizer import FimTokens, Tokenizer, load_tokenizer
 from starquill.errors import BadRequestError, CheckpointError, UnsupportedError
 from tests import tiny
 
@@ -72,6 +72,23 @@ def test_the_real_special_tokens() -> None:
     assert fim is not None
     assert (fim.prefix, fim.middle, fim.suffix, fim.pad) == (1, 2, 3, 4)
     assert (fim.repo_name, fim.file_sep) == (5, 6)
+
+
+def test_fim_tokens_in_qwens_spelling() -> None:
+    """Qwen does not flag them as special; typed as text they are data all the same."""
+    names = ("prefix", "middle", "suffix", "pad")
+    special = [*(f"<|fim_{name}|>" for name in names), "<|repo_name|>", "<|file_sep|>"]
+    definition = tiny.byte_tokenizer(["<|endoftext|>", *special])
+    for token in definition["added_tokens"][1:]:
+        token["special"] = False
+    tokenizer = Tokenizer(definition)
+    assert tokenizer.fim == FimTokens(prefix=1, middle=2, suffix=3, pad=4, repo_name=5, file_sep=6)
+    assert tokenizer.fim.stops == frozenset(range(1, 7))
+    for index, text in enumerate(special, start=1):
+        assert tokenizer.encode(text, parse_special=True) == [index]
+        assert not tokenizer.special_ids & set(tokenizer.encode(text))
+    lacking = Tokenizer(tiny.byte_tokenizer(["<|fim_prefix|>", "<|fim_suffix|>"]))
+    assert lacking.fim is None
 
 
 @every_text

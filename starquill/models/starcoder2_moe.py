@@ -1,0 +1,78 @@
+"""StarCoder2 whose MLPs are mixtures: what AnyMoE saves, and what is trained small.
+
+The config is StarCoder2's, with `num_local_experts`, `num_experts_per_tok`, `norm_topk_prob` (true
+if it is missing), `gate_bias` (false if it is missing) and `mlp_only_layers`, whose MLPs are plain.
+An expert is an MLP: `model.layers.N.mlp.experts.E.c_fc.weight`, chosen by `mlp.gate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from starquill.models.config import MOST_LAYERS, ConfigReader
+from starquill.models.decoder import Attention, CausalLM
+from starquill.models.mixture import Defaults, MixtureConfig, read_mixture
+from starquill.models.spec import ArchSpec, ExpertNames
+from starquill.nn.activation import ACTIVATIONS
+from starquill.nn.experts import PlainExperts, SparseMlp
+from starquill.nn.linear import Linear
+from starquill.nn.lora import AdapterMix
+from starquill.nn.norm import LayerNorm
+from starquill.nn.router import top_of_softmax
+
+DEFAULTS = Defaults(norm_epsilon=("norm_epsilon", 1e-5), hidden_act="gelu_pytorch_tanh")
+
+
+def read_config(raw: Mapping[str, Any]) -> MixtureConfig:
+    reader = ConfigReader(raw)
+
+    def more() -> dict[str, Any]:
+        reader.choice("norm_type", ("layer_norm",), "layer_norm")
+        reader.choice("mlp_type", ("default",), "default")
+        return {
+            "use_bias": reader.boolean("use_bias", True),
+            "normalise": reader.boolean("norm_topk_prob", True),
+            "gate_bias": reader.boolean("gate_bias", False),
+            "dense": frozenset(reader.whole_numbers("mlp_only_layers", MOST_LAYERS)),
+        }
+
+    return read_mixture(reader, DEFAULTS, more)
+
+
+class PlainMlp(nn.Module):
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.c_fc = Linear(config.hidden_size, config.intermediate_size, config.use_bias)
+        self.c_proj = Linear(config.intermediate_size, config.hidden_size, config.use_bias)
+        self.act = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor, mix: AdapterMix | None) -> Tensor:
+        return self.c_proj(self.act(self.c_fc(x, mix)), mix)
+
+
+def _mlp(config: MixtureConfig, layer: int) -> nn.Module:
+    if layer in config.dense:
+        return PlainMlp(config)
+    route = partial(top_of_softmax, top=config.num_experts_per_tok, normalise=config.normalise)
+    gate = Linear(config.hidden_size, config.num_experts, config.gate_bias)
+    return SparseMlp(gate, PlainExperts(config.expert_shape(config.use_bias)), route)
+
+
+def model(config: MixtureConfig) -> CausalLM:
+    return CausalLM(config, LayerNorm, Attention, _mlp)
+
+
+SPEC = ArchSpec(
+    model_type="starcoder2_moe",
+    read_config=read_config,
+    Model=model,
+    layer_prefix="model.layers.",
+    experts=ExpertNames(
+        renames=((r"\.mlp\.switch_mlp\.", ".mlp.experts."),),
+        mlx=((r"\.mlp\.experts\.", ".mlp.switch_mlp."),),
+    ),
+)

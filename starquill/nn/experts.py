@@ -1,0 +1,129 @@
+"""Experts as stacked weights: tokens are grouped by expert, and only those that are chosen work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from starquill.nn.activation import ACTIVATIONS
+from starquill.nn.linear import Linear
+from starquill.nn.lora import AdapterMix
+from starquill.nn.router import Router, Routes
+from starquill.quant.weight import DenseWeight, Weight
+
+
+@dataclass(frozen=True)
+class Groups:
+    """N rows in the order of their experts: whose each is `[N]`, and how many each has `[E]`.
+
+    `one` says that they are single tokens of several sequences, each of which must come out the
+    same in any company.
+    """
+
+    experts: Tensor
+    counts: Tensor
+    one: bool
+
+    def each(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`function` of every row of `x` `[N, I]`, in a shape that tells what the rows are."""
+        between = 1 if self.one else 0
+        return function(x.unsqueeze(between)).squeeze(between)
+
+
+class ExpertLinear(nn.Module):
+    """One `Linear` of each of E experts: weight `[E, out, in]`, bias `[E, out]` or None."""
+
+    weight: Weight
+    bias: nn.Parameter | None
+
+    def __init__(self, experts: int, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = DenseWeight(torch.empty(experts, out_features, in_features, device="meta"))
+        empty = torch.empty(experts, out_features, device="meta")
+        self.bias = nn.Parameter(empty, requires_grad=False) if bias else None
+
+    def __call__(self, x: Tensor, groups: Groups) -> Tensor:
+        """`[N, in] -> [N, out]`."""
+        y = self.weight.matmul_grouped(x, groups.counts, one=groups.one)
+        bias = self._parameters.get("bias")
+        return y if bias is None else y + bias[groups.experts]
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """E experts from D to D by way of F, with biases or without."""
+
+    experts: int
+    hidden_size: int
+    intermediate_size: int
+    hidden_act: str
+    bias: bool = False
+
+
+class GatedExperts(nn.Module):
+    """Each is `down(act(gate x) · up x)`."""
+
+    def __init__(self, shape: ExpertShape) -> None:
+        super().__init__()
+        count, width, inner = shape.experts, shape.hidden_size, shape.intermediate_size
+        self.gate_proj = ExpertLinear(count, width, inner, shape.bias)
+        self.up_proj = ExpertLinear(count, width, inner, shape.bias)
+        self.down_proj = ExpertLinear(count, inner, width, shape.bias)
+        self.act = ACTIVATIONS[shape.hidden_act]
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        gate = groups.each(self.act, self.gate_proj(x, groups))
+        return self.down_proj(gate * self.up_proj(x, groups), groups)
+
+
+class PlainExperts(nn.Module):
+    """Each is `c_proj(act(c_fc x))`."""
+
+    def __init__(self, shape: ExpertShape) -> None:
+        super().__init__()
+        count, width, inner = shape.experts, shape.hidden_size, shape.intermediate_size
+        self.c_fc = ExpertLinear(count, width, inner, shape.bias)
+        self.c_proj = ExpertLinear(count, inner, width, shape.bias)
+        self.act = ACTIVATIONS[shape.hidden_act]
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        return self.c_proj(groups.each(self.act, self.c_fc(x, groups)), groups)
+
+
+class SparseMlp(nn.Module):
+    """A mixture: `gate` scores the experts, `route` chooses, the chosen ones work."""
+
+    def __init__(self, gate: Linear, experts: GatedExperts | PlainExperts, route: Router) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        self.route = route
+
+    def forward(self, x: Tensor, mix: AdapterMix | None) -> Tensor:
+        routes = self.route(self.gate(x, mix))
+        return mixed(x, routes, self.gate.weight.shape[0], self.experts)
+
+
+def mixed(
+    x: Tensor, routes: Routes, count: int, experts: Callable[[Tensor, Groups], Tensor]
+) -> Tensor:
+    """`[B, T, D] -> [B, T, D]`: for each token the weighted sum of what its experts make of it.
+
+    `count` is how many there are. A token's sum goes by rank, so that it does not depend on who
+    else was there.
+    """
+    top = routes.experts.shape[-1]
+    chosen = routes.experts.flatten()  # [N·A]
+    order = chosen.argsort(stable=True)
+    groups = Groups(chosen[order], chosen.bincount(minlength=count), one=x.shape[-2] == 1)
+    made = experts(x.flatten(0, -2)[order // top], groups).float()
+    y = torch.empty_like(made).index_copy_(0, order, made).view(*x.shape[:-1], top, -1)
+    y = y * routes.weights[..., None]
+    # One sum after the other: torch's own order of a sum may depend on how many rows there are.
+    total = y[..., 0, :]
+    for rank in range(1, top):
+        total = total + y[..., rank, :]
+    return total.to(x.dtype)
