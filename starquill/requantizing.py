@@ -16,13 +16,14 @@ from starquill.quantizing import QuantOptions, plan_checkpoint, stored_infos
 from starquill.types import RequantizeReport
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Requantizer:
     """Knows where a loaded model's weights came from, and how it computes."""
 
     model: Any
     checkpoint: Checkpoint
     computing: Computing
+    times: int = 0  # that weights began or ended to change
 
     def __call__(self, quant: str | QuantOptions | None) -> RequantizeReport:
         """Give every matrix its scheme in `quant`, or its stored values for None.
@@ -41,6 +42,7 @@ class Requantizer:
         tied = weight_of(self.model, spec.head) is weight_of(self.model, spec.embedding)
         kept: dict[str, str] = {}
         changed = 0
+        self.times += 1
         for name in self._matrices(fit):
             if tied and name == f"{spec.head}.weight":
                 continue
@@ -51,6 +53,7 @@ class Requantizer:
                 kept[name] = str(error) or type(error).__name__
         if tied:
             tie(self.model, spec)
+        self.times += 1
         infos = stored_infos(checkpoint)
         return RequantizeReport(changed, kept, plan.summary(infos) if plan.schemes else "")
 

@@ -39,6 +39,8 @@ class Generation(Iterator[Delta]):
             raise StopIteration
         while not self._waiting:
             self._engine.step()
+            if self._ended:  # cancelled by another thread
+                raise StopIteration
         event = self._waiting.popleft()
         if isinstance(event, Exception):
             self._ended = True

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +17,14 @@ from starquill.engine.healing import HealingVocabulary
 from starquill.errors import UnsupportedError
 from starquill.models.spec import ArchSpec, ModelConfig
 from starquill.types import RequantizeReport
+
+
+class Requantizing(Protocol):
+    """Quantizes a model's matrices anew; `times` counts when weights began or ended to change."""
+
+    times: int
+
+    def __call__(self, quant: Any) -> RequantizeReport: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +46,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     warnings: tuple[str, ...] = ()
-    requantizer: Callable[[Any], RequantizeReport] | None = None
+    requantizer: Requantizing | None = None
 
     def requantize(self, quant: Any) -> RequantizeReport:
         """Quantize anew from the checkpoint: a scheme, recipe or `QuantOptions`; None undoes it.
@@ -51,6 +58,11 @@ class LoadedModel:
         if self.requantizer is None:
             raise UnsupportedError(f"{self.name} was not loaded from a checkpoint")
         return self.requantizer(quant)
+
+    @property
+    def weights_version(self) -> int:
+        """Another one while `requantize` changes weights, and after: keys and values are of one."""
+        return 0 if self.requantizer is None else self.requantizer.times
 
     @cached_property
     def adapters(self) -> AdapterStore:

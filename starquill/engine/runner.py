@@ -78,6 +78,8 @@ class Runner:
         """
         rows = [(place, place.length + i) for place, new in zip(places, ids, strict=True)
                 for i in range(len(new))]  # fmt: skip
+        for place, new in zip(places, ids, strict=True):
+            place.check_room(len(new))
         tables = np.zeros((len(rows), max(len(place.table) for place in places)), dtype=np.int64)
         for table, (place, _) in zip(tables, rows, strict=True):
             table[: len(place.table)] = place.table

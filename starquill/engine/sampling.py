@@ -27,7 +27,10 @@ class Sampler:
             if self.seed is None:
                 self.seed = secrets.randbits(32)
             self._generator = torch.Generator().manual_seed(self.seed % 2**63)
-        self._seen = set(prompt_ids) if params.repetition_penalty != 1 else set()
+        self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
+        self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self._prompt_ids = prompt_ids
+        self._seen: NDArray[np.bool_] | None = None  # [V]
         self._counts: dict[int, int] = {}
 
     def choose(
@@ -41,43 +44,44 @@ class Sampler:
         Presence and frequency penalties count it only if it `is_output`.
         """
         params = self.params
-        scores = self._penalized(logits)
+        # numpy: torch would wake its threads, which then get in the way of the kernels'.
+        scores = self._penalized(logits.numpy(force=True))
         if allowed is not None:
-            known = scores.numpy(force=True)  # as below, for the sake of torch's threads
-            within = np.full_like(known, -np.inf)
-            within[allowed] = known[allowed]
-            scores = torch.from_numpy(within)
+            within = np.full_like(scores, -np.inf)
+            within[allowed] = scores[allowed]
+            scores = within
         if params.temperature == 0:
-            # torch would wake its threads for this, which then get in the way of the kernels'.
-            token = int(scores.numpy(force=True).argmax())
+            token = int(scores.argmax())
         else:
             # Relative to the best and in double, so that no temperature overflows.
-            relative = (scores - scores.max()).double() / params.temperature
+            relative = torch.from_numpy(scores - scores.max()).double() / params.temperature
             probabilities = _filtered(relative, params)
             token = int(torch.multinomial(probabilities, 1, generator=self._generator))
-        if params.repetition_penalty != 1:
-            self._seen.add(token)
+        if self._seen is not None:
+            self._seen[token] = True
         if is_output and (params.presence_penalty or params.frequency_penalty):
             self._counts[token] = self._counts.get(token, 0) + 1
         return token
 
-    def _penalized(self, logits: Tensor) -> Tensor:
+    def _penalized(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         params = self.params
-        changes = params.logit_bias or self._seen or self._counts
-        scores = logits.clone() if changes else logits
-        for token, bias in params.logit_bias.items():
-            scores[token] += bias
-        if self._seen:
-            index = torch.tensor(sorted(self._seen))
-            seen = scores[index]
-            penalty = params.repetition_penalty
-            scores[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
+        if params.repetition_penalty != 1 and self._seen is None:
+            self._seen = np.zeros(logits.size, dtype=np.bool_)
+            self._seen[list(self._prompt_ids)] = True
+        if not (self._bias_ids.size or self._counts) and self._seen is None:
+            return logits
+        scores = logits.copy()
+        scores[self._bias_ids] += self._bias
+        if self._seen is not None:
+            seen, penalty = scores[self._seen], np.float32(params.repetition_penalty)
+            with np.errstate(over="ignore"):  # clipped below
+                scores[self._seen] = np.where(seen > 0, seen / penalty, seen * penalty)
         if self._counts:
-            index = torch.tensor(list(self._counts))
-            counts = torch.tensor(list(self._counts.values()), dtype=scores.dtype)
-            scores[index] -= params.presence_penalty + params.frequency_penalty * counts
-        limits = torch.finfo(scores.dtype)
-        return scores.clamp_(limits.min, limits.max) if changes else scores
+            counts = np.fromiter(self._counts.values(), dtype=np.float32)
+            penalties = params.presence_penalty + params.frequency_penalty * counts
+            scores[np.fromiter(self._counts, dtype=np.int64)] -= penalties
+        limits = np.finfo(scores.dtype)
+        return np.clip(scores, limits.min, limits.max, out=scores)
 
 
 def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:

@@ -85,8 +85,8 @@ class Seat:
             self._pool.leave(self._blocks.pop(number), keep=keep)
 
     def _hold(self, number: int, block: Block) -> None:
-        self._blocks[number] = block
         self.place.table[number] = block.index
+        self._blocks[number] = block
 
     def _drop(self) -> None:
         """Leave blocks that the window has passed."""

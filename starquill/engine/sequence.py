@@ -48,7 +48,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.sampler = Sampler(request.params, request.prompt_ids)
         length = len(request.prompt_ids)
-        self.span = max(length, min(context, length + request.params.max_tokens))
+        # Instead of the token that was taken back, each byte of its text may be one.
+        respelled = max(len(request.heal) - 1, 0)
+        self.span = max(length, min(context, length + request.params.max_tokens + respelled))
         self._loaded = loaded
         self._tokenizer = loaded.tokenizer
         self._end_ids = loaded.end_ids | request.stop_ids

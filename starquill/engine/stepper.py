@@ -187,7 +187,8 @@ class Stepper:
         request, shared = running.request, self._options.prefix_cache
         span = running.sequence.span
         adapters = () if running.lease is None else running.lease.key
-        key = (self._loaded.config.turning(span), adapters)
+        # What keys and values depend on besides the tokens.
+        key = (self._loaded.config.turning(span), self._loaded.weights_version, adapters)
         seat = Seat(self._pool, self._runner.cache, span, key, shared=shared)
         if shared and request.prompt_logprobs is None:
             running.cached_tokens = seat.reuse(request.prompt_ids[:-2])

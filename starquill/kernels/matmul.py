@@ -111,13 +111,13 @@ _FEW_ROWS = 8
 def takes_dense(weight: Tensor, x: Tensor) -> bool:
     """Whether `dense_matmul` is the way to multiply `weight` `[out, in]` with `x`."""
     few = x.shape[-2] == 1 if x.dim() > 2 else x.numel() <= _FEW_ROWS * x.shape[-1]
-    return few and is_float(weight) and serves(weight) and serves(x) and x.dtype is torch.float32
+    return few and is_float(weight) and serves(weight) and serves(x) and is_float(x)
 
 
 def dense_matmul(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """`weight` `[out, in]` of any float type times float32 `x` `[..., in]`, in float32.
+    """`weight` `[out, in]` times `x` `[..., in]`, both of any float type, in float32.
 
-    Each row of `x` comes out the same in any company.
+    Returns x's dtype. Each row of `x` comes out the same in any company.
     """
     assert native is not None
     outputs, inputs = weight.shape
@@ -139,4 +139,4 @@ def dense_matmul(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         FLOAT_TYPES[weight.dtype],
         torch.get_num_threads(),
     )
-    return out
+    return out if x.dtype is torch.float32 else out.to(x.dtype)

@@ -66,6 +66,7 @@ class StepBatch:
         cls, place: Place, ids: Tensor, cache: KvCache, mix: AdapterMix | None = None
     ) -> StepBatch:
         """`ids` `[1, T]`, the next of the sequence at `place`."""
+        place.check_room(ids.shape[1])
         positions = torch.arange(place.length, place.length + ids.shape[1])[None]
         spans = torch.tensor([place.span])
         return cls(ids, positions, torch.from_numpy(place.table)[None], spans, cache, mix)

@@ -39,8 +39,22 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, layer: int, step: AttentionSt
         for new, kept in zip((k, v), cache.layer(layer), strict=True):
             store(new, kept, plan.paged)
         return attend_many(q, cache.layer(layer), plan.paged)
+    if q.shape[2] == 1:
+        # One by one: torch's sums depend on how long the longest row is.
+        return torch.cat(
+            [_attend_row(q, (k, v), layer, (cache, plan.row(row)), row) for row in range(len(q))]
+        )
     keys, values = cache.update(layer, k, v, plan)  # [B, Hk, S, Dh]
     return attend(q, keys, values, plan)
+
+
+def _attend_row(
+    q: Tensor, new: tuple[Tensor, Tensor], layer: int, to: tuple[KvCache, CacheStep], row: int
+) -> Tensor:
+    cache, plan = to
+    here = slice(row, row + 1)
+    keys, values = cache.update(layer, new[0][here], new[1][here], plan)
+    return attend(q[here], keys, values, plan)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, step: CacheStep) -> Tensor:

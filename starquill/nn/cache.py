@@ -56,6 +56,13 @@ class Place:
     def __post_init__(self) -> None:
         self.table = np.zeros(blocks_for(self.span), dtype=np.int64)
 
+    def check_room(self, tokens: int) -> None:
+        """Native code believes tables: IndexError where `tokens` more would go past this one."""
+        if self.length + tokens > BLOCK * len(self.table):
+            raise IndexError(
+                f"{tokens} tokens at {self.length} go past a sequence of {self.span} at most"
+            )
+
 
 @dataclass(frozen=True)
 class CacheStep:
@@ -71,6 +78,14 @@ class CacheStep:
     first: int = 0
     mask: Tensor | None = None
     causal: bool = False
+
+    def row(self, row: int) -> CacheStep:
+        """The step of one token for one row alone: it sees all from its first visible block on."""
+        tables, start = self.paged.tables[row : row + 1], self.paged.starts[row : row + 1]
+        window = self.paged.window
+        first = 0 if window is None else max(0, int(start) - window + 1) // BLOCK
+        mask = _visible(torch.arange(first * BLOCK, int(start) + 1), start[:, None], window)
+        return CacheStep(Paged(tables, start, window), self.native, first, mask)
 
 
 class KvCache:

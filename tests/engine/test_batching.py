@@ -13,6 +13,7 @@ import torch
 from starquill.engine.engine import Engine
 from starquill.engine.generation import Generation
 from starquill.engine.loaded import LoadedModel
+from starquill.engine.runner import Runner
 from starquill.errors import BadRequestError, BusyError, CapacityError, NumericsError
 from starquill.loading import load
 from starquill.types import Delta, EngineOptions, GenerateRequest, SamplingParams
@@ -39,7 +40,16 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return _load(tmp_path_factory.mktemp("dense"), None)
 
 
-@pytest.fixture(params=["quantized", "dense"])
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Computes in bfloat16, for which attention has no native kernel."""
+    torch.set_num_threads(1)
+    raw = tiny.config(sliding_window=WINDOW, max_position_embeddings=CONTEXT)
+    folder = tiny.write_checkpoint(tmp_path_factory.mktemp("half"), raw)
+    return load(folder, dtype="bfloat16")
+
+
+@pytest.fixture(params=["quantized", "dense", "half"])
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     model: LoadedModel = request.getfixturevalue(request.param)
     return model
@@ -156,6 +166,44 @@ def test_keys_that_turn_otherwise_are_not_reused(tmp_path: Path) -> None:
         cold = [logprob for *_, logprob in outcome(Engine(loaded).generate(ids, params))]
         assert found == pytest.approx(cold, abs=1e-5)
         assert generation.stats.cached_tokens == cached
+
+
+def test_keys_of_other_weights_are_not_reused(tmp_path: Path) -> None:
+    """B43's kind: a cache that outlives what it was computed with."""
+    loaded = _load(tmp_path, "8-g32")
+    engine, ids = Engine(loaded), tiny.random_ids(100)
+    params = SamplingParams(max_tokens=5, logprobs=0, logit_bias=NO_END)
+    before = outcome(engine.generate(ids, params))
+    loaded.requantize("3-g32")
+    after = outcome(engine.generate(ids, params))
+    assert after == outcome(Engine(loaded).generate(ids, params)) != before
+
+
+def test_a_healed_prompt_may_take_more_tokens_than_it_gave(tmp_path: Path) -> None:
+    """The text of one token spelled in three, over the end of the last block that was planned."""
+    loaded = _load(tmp_path, None)
+    d, e, f = loaded.require_tokenizer().encode("d e f")[::2]
+    for beside in (0, 2):
+        engine = Engine(loaded, EngineOptions(lookup=0))
+        others = [engine.generate([5], SamplingParams(max_tokens=80)) for _ in range(beside)]
+        for other in others:
+            next(other)
+        params = SamplingParams(max_tokens=4, logit_bias={d: 90.0, e: 80.0, f: 70.0, **NO_END})
+        request = GenerateRequest("r", tuple(tiny.random_ids(60)), params, heal=b"def")
+        deltas = list(engine.generate(request))
+        assert [delta.is_prompt for delta in deltas] == [True] * 3 + [False] * 4
+        for other in others:
+            other.cancel()
+
+
+def test_native_code_never_sees_a_place_past_a_table(dense: LoadedModel) -> None:
+    runner = Runner(dense, 4)
+    place = runner.cache.place(60)
+    runner.prefill(place, tiny.random_ids(64))
+    with pytest.raises(IndexError, match="past a sequence of 60"):
+        runner.decode([place], [[5]])
+    with pytest.raises(IndexError, match="past a sequence of 60"):
+        runner.advance(place, [5, 6])
 
 
 def test_what_an_answer_wrote_is_found_too(dense: LoadedModel) -> None:
