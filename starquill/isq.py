@@ -14,7 +14,7 @@ from starquill.checkpoint.build import is_matrix
 from starquill.checkpoint.source import Stored, TensorInfo
 from starquill.errors import BadRequestError, NumericsError, UnsupportedError, listing
 from starquill.models.spec import ArchSpec, ModelConfig
-from starquill.placement import TopologyEntry
+from starquill.placement.topology import TopologyEntry
 from starquill.quant.affine import stack
 from starquill.quant.quantize import quantize
 from starquill.quant.schemes import Scheme, parse_scheme

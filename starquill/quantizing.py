@@ -37,7 +37,7 @@ from starquill.isq import (
     plan_isq,
     topology_overrides,
 )
-from starquill.placement import read_topology
+from starquill.placement.topology import read_topology
 from starquill.quant.schemes import Scheme
 from starquill.quant.weight import Computing, PermutedWeight
 

@@ -18,6 +18,7 @@ from starquill.cli.bench import bench
 from starquill.cli.fill import fill
 from starquill.cli.generate import generate
 from starquill.cli.inspect import inspect
+from starquill.cli.plan import plan
 from starquill.cli.quantize import quantize
 from starquill.cli.serve import serve
 from starquill.errors import printable
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(fill)
 app.command()(inspect)
+app.command()(plan)
 app.command()(quantize)
 app.command()(bench)
 app.command()(serve)

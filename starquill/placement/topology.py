@@ -1,10 +1,11 @@
-"""Which layer gets what, from a topology file: pure functions, no tensors.
+"""Topology files: which layer gets which scheme, and which device.
 
-A topology maps layers to settings, later entries winning:
-
-    "0-15": {quant: 4}        # inclusive
+    "0-15": {quant: 4, device: cuda:0}        # inclusive
     "31": {quant: dense}
     "/self_attn\\\\.v_proj/": {quant: 8}
+    "embed": {device: cpu}                    # as well as head, and default for all others
+
+Of schemes the later entry wins; a layer has one device, so that two for it are an error.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 import yaml
 
 from starquill.errors import BadRequestError, listing
+from starquill.placement.maps import OUTSIDE, RANGE, Assignment
 
-_KNOWN = ("quant",)
+_KNOWN = ("quant", "device")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,20 @@ class TopologyEntry:
         return layer is not None and self.layers[0] <= layer <= self.layers[1]
 
 
+@dataclass(frozen=True)
+class Topology:
+    """What a file says: schemes in its order, and devices (to be resolved to a map)."""
+
+    quants: tuple[TopologyEntry, ...]
+    devices: tuple[Assignment, ...]
+
+
 def read_topology(text: str, layers: int, name: str = "topology") -> tuple[TopologyEntry, ...]:
+    """The schemes of a topology for a model of `layers` layers."""
+    return parse_topology(text, layers, name).quants
+
+
+def parse_topology(text: str, layers: int, name: str = "topology") -> Topology:
     """Parse a topology for a model of `layers` layers; all that is wrong in one error."""
     try:
         raw = yaml.safe_load(text)
@@ -49,18 +64,25 @@ def read_topology(text: str, layers: int, name: str = "topology") -> tuple[Topol
         raise BadRequestError(f"{name} is not valid YAML: {error}") from None
     if not isinstance(raw, Mapping):
         raise BadRequestError(f"{name} holds a {type(raw).__name__} (expected layers: settings)")
-    entries, problems = [], []
+    quants: list[TopologyEntry] = []
+    devices: list[Assignment] = []
+    problems = []
     for target, settings in raw.items():
         try:
-            entries.append(_entry(str(target), settings, layers))
+            quant, device = _entry(str(target), settings, layers)
         except BadRequestError as error:
             problems.append(str(error))
+            continue
+        quants += [quant] if quant else []
+        devices += [device] if device else []
     if problems:
         raise BadRequestError(f"{name}: {listing(problems)}")
-    return tuple(entries)
+    return Topology(tuple(quants), tuple(devices))
 
 
-def _entry(target: str, settings: Any, layers: int) -> TopologyEntry:
+def _entry(
+    target: str, settings: Any, layers: int
+) -> tuple[TopologyEntry | None, Assignment | None]:
     if not isinstance(settings, Mapping):
         raise BadRequestError(f"{target!r} is {settings!r} (expected {{quant: SCHEME}})")
     unknown = [str(key) for key in settings if key not in _KNOWN]
@@ -68,18 +90,25 @@ def _entry(target: str, settings: Any, layers: int) -> TopologyEntry:
         raise BadRequestError(
             f"{target!r} has unknown settings {listing(unknown)} (known: {', '.join(_KNOWN)})"
         )
-    quant = str(settings.get("quant", ""))
-    if not quant:
+    quant, device = (str(settings.get(key, "")) for key in _KNOWN)
+    if not quant and not device:
         raise BadRequestError(f"{target!r} sets nothing")
+    if target in OUTSIDE and not quant:
+        return None, Assignment(target, device, target)
     if len(target) > 2 and target.startswith("/") and target.endswith("/"):
+        if device:
+            raise BadRequestError(f"{target!r} cannot have a device, which takes whole layers")
         try:
-            return TopologyEntry(target, quant, pattern=re.compile(target[1:-1]))
+            return TopologyEntry(target, quant, pattern=re.compile(target[1:-1])), None
         except re.error as error:
             raise BadRequestError(f"{target!r} is a bad regular expression: {error}") from None
-    match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", target)
+    match = RANGE.fullmatch(target)
     if match is None:
         raise BadRequestError(f"{target!r} names no layers (expected 3, 0-15 or /regex/)")
     first, last = int(match[1]), int(match[2] or match[1])
     if first > last or last >= layers:
         raise BadRequestError(f"{target!r} is outside of the layers 0 to {layers - 1}")
-    return TopologyEntry(target, quant, layers=(first, last))
+    return (
+        TopologyEntry(target, quant, layers=(first, last)) if quant else None,
+        Assignment(target, device, (first, last)) if device else None,
+    )
