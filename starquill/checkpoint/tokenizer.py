@@ -18,6 +18,9 @@ import tokenizers
 from starquill.checkpoint.files import read_checkpoint_text, read_json_if_there
 from starquill.errors import BadRequestError, CheckpointError, UnsupportedError
 
+# Bytes from which a text takes long enough that others should not wait for it.
+_LONG_TEXT = 4096
+
 
 @dataclass(frozen=True)
 class FimTokens:
@@ -103,7 +106,7 @@ class Tokenizer:
         named = {self.named_token(f"{name}_token") for name in ("bos", "eos", "unk", "pad")}
         return text in named or any(text in names.values() for names in _FIM_SPELLINGS)
 
-    @property
+    @cached_property
     def id_bound(self) -> int:
         """One more than the highest id."""
         return max(self._control.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -119,10 +122,21 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise BadRequestError(f"the text is not UTF-8 (character {error.start})") from None
         encoder = self._control if parse_special else self._data
-        ids = list(encoder.encode(text, add_special_tokens=False).ids)
+        if len(data) < _LONG_TEXT:
+            ids = list(encoder.encode(text, add_special_tokens=False).ids)
+        else:  # only a batch lets other threads run meanwhile
+            ids = list(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         if len(data.translate(None, self._unspellable)) < len(data):
             self._check_spelled(text, ids)
         return ids
+
+    @cached_property
+    def most_bytes(self) -> int | None:
+        """What one token of a text can stand for at most; None if that is not known."""
+        if self.definition.get("normalizer") is not None:  # it may make a text shorter
+            return None
+        names = (len(name.encode()) for name in self.added.values())
+        return max(*map(len, self.token_bytes), *names, 1)
 
     @cached_property
     def _unspellable(self) -> bytes:

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -140,7 +141,8 @@ def serve(
         model = replace(model, model=which)
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
         raise BadRequestError("serving needs more packages; pip install 'starquill[serve]'")
-    bound(listen.host, listen.port).close()  # rather told now than after minutes of loading
+    with bound(listen.host, listen.port) as early:  # rather told now than after minutes of loading
+        is_local = ip_address(early.getsockname()[0]).is_loopback
     from starquill.cli.run import load_model
     from starquill.engine.engine import Engine
     from starquill.server.options import ServerOptions
@@ -157,6 +159,7 @@ def serve(
         most_body_bytes=listen.max_body_bytes(),
         aliases=(*names[1:], loaded.name),
         fim_order=listen.fim_order,
+        hosts=(listen.host,) if is_local else None,
     )
     return _run(engine, options, listen)
 

@@ -11,14 +11,14 @@ import json
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from starquill.errors import BadRequestError, UnsupportedError
+from starquill.errors import BadRequestError, BusyError, UnsupportedError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -38,8 +38,12 @@ _LONGEST = 1 << 16
 _STACK_BYTES = 1 << 28
 # Some schemas take it exponential time (an allOf of many patterns).
 _MOST_SECONDS = 20
-_stack_size = threading.Lock()
-_KEPT_COMPILED = 32
+# One thread at a time: the stack size is the process's, and what takes too long cannot be stopped.
+_turn = threading.Lock()
+_unstoppable: set[Future[Any]] = set()
+_PATIENCE_SECONDS = 0.1
+# More than an engine's requests, which it starts after all of a call were compiled.
+_KEPT_COMPILED = 128
 
 
 def require_llguidance() -> Any:
@@ -150,6 +154,23 @@ def _has_alternatives(pattern: str) -> bool:
 
 def _deeply(function: Callable[..., T], *arguments: Any) -> T:
     """The result of `function`, called in a thread whose stack is long."""
+    with _turn:
+        if wait(_unstoppable, _PATIENCE_SECONDS).not_done:
+            raise BusyError("another request's grammar is still being compiled; try again later")
+        _unstoppable.clear()
+        result = _started(function, arguments)
+        try:
+            return result.result(_MOST_SECONDS)
+        except TimeoutError:
+            _unstoppable.add(result)
+            raise BadRequestError(
+                f"the grammar takes longer than {_MOST_SECONDS} s to compile; make it simpler"
+            ) from None
+        except ValueError as error:  # text that is no UTF-8
+            raise BadRequestError(f"the grammar is refused: {_reason(str(error))}") from None
+
+
+def _started(function: Callable[..., T], arguments: Sequence[Any]) -> Future[T]:
     result: Future[T] = Future()
 
     def work() -> None:
@@ -159,20 +180,12 @@ def _deeply(function: Callable[..., T], *arguments: Any) -> T:
             result.set_exception(error)
 
     thread = threading.Thread(target=work, daemon=True)
-    with _stack_size:  # it holds for the whole process
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
+    before = threading.stack_size(_STACK_BYTES)
     try:
-        return result.result(_MOST_SECONDS)
-    except TimeoutError:
-        raise BadRequestError(
-            f"the grammar takes longer than {_MOST_SECONDS} s to compile; make it simpler"
-        ) from None
-    except ValueError as error:  # text that is no UTF-8
-        raise BadRequestError(f"the grammar is refused: {_reason(str(error))}") from None
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    return result
 
 
 def _check_length(text: str, name: str) -> None:
@@ -182,9 +195,21 @@ def _check_length(text: str, name: str) -> None:
         )
 
 
+@lru_cache(_KEPT_COMPILED)
+def _problem(grammar: str) -> str | BadRequestError:
+    """What the library says against a grammar; kept, since finding it out may take long."""
+    try:
+        found: str = _deeply(require_llguidance().LLMatcher.validate_grammar, grammar)
+    except BadRequestError as error:
+        return BadRequestError(str(error))  # without the places that it came through
+    return found
+
+
 def _checked(grammar: str, name: str) -> str:
     _check_length(grammar, name)
-    problem = _deeply(require_llguidance().LLMatcher.validate_grammar, grammar)
+    problem = _problem(grammar)
+    if isinstance(problem, BadRequestError):
+        raise BadRequestError(str(problem))
     if problem and not problem.startswith("WARNING"):
         reason = _reason(problem)
         if name != "grammar":  # a place in rules that the user did not write
@@ -224,13 +249,23 @@ class GrammarVocabulary:
         Raises BadRequestError for a grammar that the library refuses.
         """
         try:
-            before = heal.decode()
+            before, outside = heal.decode(), b""
         except UnicodeDecodeError:
             # A grammar is about characters; the rest of one is spelled in front of it.
-            return Grammar(self, self._compile(grammar, "").deep_copy(), heal)
-        return Grammar(self, self._compile(grammar, before).deep_copy(), b"")
+            before, outside = "", heal
+        found = self._compile(grammar, before)
+        if isinstance(found, BadRequestError):
+            raise BadRequestError(str(found))
+        return Grammar(self, found.deep_copy(), outside)
 
-    def _compile_anew(self, grammar: str, before: str) -> LLMatcher:
+    def _compile_anew(self, grammar: str, before: str) -> LLMatcher | BadRequestError:
+        """The grammar, or why it cannot be one: both are kept."""
+        try:
+            return self._compile_or_raise(grammar, before)
+        except BadRequestError as error:
+            return BadRequestError(str(error))
+
+    def _compile_or_raise(self, grammar: str, before: str) -> LLMatcher:
         _check_length(grammar, "grammar")
         text = _after(before, grammar) if before else grammar
         make = partial(self._library.LLMatcher, self._tokens, text, log_level=0)

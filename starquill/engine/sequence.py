@@ -100,6 +100,8 @@ class Sequence:
         return self._grammar.allowed(healing, self._end_ids)
 
     def _bytes_of(self, token: int) -> bytes:
+        if self.request.show_special and self._tokenizer and token in self._tokenizer.special_ids:
+            return self._tokenizer.added[token].encode()
         table = self._tokenizer.token_bytes if self._tokenizer else []
         return table[token] if token < len(table) else b""
 

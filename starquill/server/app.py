@@ -71,9 +71,9 @@ def create_app(
 
 async def explain(http: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
-        return as_api_error(error).response()
+        return as_api_error(error).response(http.url.path)
     missing = error.status_code == 404
     told = f"there is no {http.url.path!r:.80} here" if missing else str(error.detail)
-    answer = ApiError(error.status_code, told).response()
+    answer = ApiError(error.status_code, told).response(http.url.path)
     answer.headers.update(error.headers or {})  # 405 says what is allowed
     return answer

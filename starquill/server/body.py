@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
+import sys
+from collections.abc import Sequence
 from typing import Any, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from starquill.checkpoint.tokenizer import Tokenizer
-from starquill.server.errors import ApiError
+from starquill.server.errors import ApiError, shown
 from starquill.server.metrics import MeasuredEngine
 
 Body = TypeVar("Body", bound=BaseModel)
-MOST_SHOWN = 60
 # How models of several makers have fills written: prefix, suffix, middle.
 _FORMS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -29,11 +31,12 @@ async def read_body(http: Request, kind: type[Body]) -> Body:
     Raises ApiError naming the first field that is wrong.
     """
     try:
-        return kind.model_validate_json(await http.body() or b"{}")
+        body = (await http.body()).removeprefix(codecs.BOM_UTF8)
+        return kind.model_validate_json(body or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(part for part in first["loc"] if _is_field(part)) or None
-        found = "" if field is None else f" (found {first['input']!r:.{MOST_SHOWN}})"
+        found = "" if field is None else f" (found {shown(first['input'])})"
         raise ApiError(400, f"{field or 'the body'}: {first['msg']}{found}", field) from None
 
 
@@ -64,6 +67,15 @@ def context_length(engine: MeasuredEngine) -> int:
     """How long a sequence may get."""
     length = engine.model.config.context_length
     return min(length, engine.options.context or length)
+
+
+def check_length(tokenizer: Tokenizer, texts: Sequence[str], context: int, field: str) -> None:
+    """Refuse, unread, texts that cannot fit however few tokens they are."""
+    most = tokenizer.most_bytes
+    least = sum(len(text.encode(errors="surrogatepass")) for text in texts) // (most or sys.maxsize)
+    if least > context:
+        told = f"{field} has at least {least} tokens; the context is {context}"
+        raise ApiError(400, told, field)
 
 
 def check_template(tokenizer: Tokenizer, prompt: str) -> None:

@@ -11,26 +11,25 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.prompts import chat_request, new_request_id
-from starquill.server.body import context_length
+from starquill.server.body import check_length, context_length
 from starquill.server.chat_schema import ChatBody
 from starquill.server.errors import ApiError, as_api_error
-from starquill.server.guided import compiled
+from starquill.server.guided import restricted
+from starquill.server.legacy_logprobs import LEAST_LOGPROB
 from starquill.server.metrics import MeasuredEngine
 from starquill.server.models import require_model
 from starquill.server.options import ServerOptions
 from starquill.server.schema import derived_seed
-from starquill.server.stream import event, unless_client_leaves
+from starquill.server.stream import event, streamed, unless_client_leaves
 from starquill.server.together import Together
 from starquill.server.usage import usage
 from starquill.types import Delta, GenerateRequest
 
 Json = dict[str, Any]
-# JSON has no infinity; OpenAI writes this for what cannot be.
-_LEAST_LOGPROB = -9999.0
 
 router = APIRouter()
 
@@ -56,8 +55,7 @@ async def chat(body: ChatBody, http: Request) -> Response:
     except BaseException:
         work.close()
         raise
-    lines = _stream(answer, first, body.stream_options.include_usage)
-    return StreamingResponse(lines, media_type="text/event-stream")
+    return streamed(_stream(answer, first, body.stream_options.include_usage))
 
 
 def _requests(engine: MeasuredEngine, body: ChatBody) -> list[GenerateRequest]:
@@ -71,8 +69,10 @@ def _requests(engine: MeasuredEngine, body: ChatBody) -> list[GenerateRequest]:
         )
     params = body.params(context_length(engine))
     messages = [message.for_template() for message in body.messages]
-    grammar = compiled(loaded, body.grammar())
-    request = replace(chat_request(loaded, messages, params), grammar=grammar)
+    texts = [message["content"] for message in messages]
+    check_length(loaded.require_tokenizer(), texts, context_length(engine), "messages")
+    request = restricted(loaded, chat_request(loaded, messages, params), body.grammar())
+    request = replace(request, show_special=not body.skip_special_tokens)
     return [
         replace(
             request,
@@ -117,7 +117,7 @@ class _Answer:
         return {
             "token": tokenizer.decode([token], skip_special=False),
             "bytes": list(spelled) if spelled else None,
-            "logprob": max(logprob, _LEAST_LOGPROB),
+            "logprob": max(logprob, LEAST_LOGPROB),
         }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from starquill.engine.grammar import json_object_grammar, json_schema_grammar
 from starquill.server.guided import GuidedBody
-from starquill.server.schema import MOST_CHOICES, Body, SamplingBody, StreamOptions
+from starquill.server.schema import FAIL_FAST, MOST_CHOICES, Body, SamplingBody, StreamOptions
 from starquill.types import SamplingParams
 
 
@@ -30,7 +30,7 @@ class ChatMessage(Body):
     """One message; the model's template decides which roles there are, and their order."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], FAIL_FAST]
 
     @field_validator("content", mode="before")
     @classmethod
@@ -72,7 +72,7 @@ class ResponseFormat(Body):
 class ChatBody(SamplingBody, GuidedBody):
     """`POST /v1/chat/completions`. Without a limit, an answer may fill the context."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, description="The older name.")
     max_completion_tokens: int | None = Field(None, ge=0)

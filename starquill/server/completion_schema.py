@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from starquill.server.guided import GuidedBody
-from starquill.server.schema import MOST_CHOICES, SamplingBody, StreamOptions, is_list_of
+from starquill.server.schema import FAIL_FAST, MOST_CHOICES, SamplingBody, StreamOptions, is_list_of
 
-Prompt = str | list[str] | list[int] | list[list[int]]
+Ids = Annotated[list[int], FAIL_FAST]
+Prompt = str | Annotated[list[str], FAIL_FAST] | Ids | Annotated[list[Ids], FAIL_FAST]
 
 
 class CompletionBody(SamplingBody, GuidedBody):

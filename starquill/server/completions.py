@@ -12,28 +12,28 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from starquill.engine.fim import fill_request
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.params import check_params
 from starquill.engine.prompts import new_request_id, plain_request
 from starquill.errors import BadRequestError, BusyError, CapacityError, UnsupportedError
+from starquill.server.body import check_length, context_length
 from starquill.server.completion_schema import CompletionBody
 from starquill.server.errors import ApiError, as_api_error
-from starquill.server.guided import compiled
+from starquill.server.guided import restricted
 from starquill.server.legacy_logprobs import LegacyLogprobs
 from starquill.server.metrics import MeasuredEngine
 from starquill.server.models import require_model
 from starquill.server.schema import derived_seed
-from starquill.server.stream import event, unless_client_leaves
+from starquill.server.stream import event, streamed, unless_client_leaves
 from starquill.server.together import Together
 from starquill.server.usage import usage
 from starquill.types import Delta, GenerateRequest, Hole, SamplingParams
 
 router = APIRouter()
 log = logging.getLogger("starquill")
-STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ async def completions(body: CompletionBody, http: Request) -> Response:
     _check_combination(body, engine)
     body.fim_order = body.fim_order or http.app.state.options.fim_order
     # A long prompt takes a while to tokenize; others' streams go on meanwhile.
-    plan = await asyncio.to_thread(plan_of, engine.model, body)
+    plan = await asyncio.to_thread(plan_of, engine.model, body, context_length(engine))
     try:
         work = Together(engine, plan.requests)
     except BusyError:
@@ -73,7 +73,7 @@ async def completions(body: CompletionBody, http: Request) -> Response:
     except BaseException:
         work.close()
         raise
-    return StreamingResponse(answer.events(first), 200, STREAM_HEADERS, "text/event-stream")
+    return streamed(answer.events(first))
 
 
 def _check_combination(body: CompletionBody, engine: MeasuredEngine) -> None:
@@ -100,7 +100,7 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def plan_of(loaded: LoadedModel, body: CompletionBody) -> Plan:
+def plan_of(loaded: LoadedModel, body: CompletionBody, context: int) -> Plan:
     """Tokenize; raises ApiError naming the field at fault."""
     # Tokens of the likeliest texts are told by their log probabilities.
     scored = 0 if body.logprobs is None and body.tries > body.n else body.logprobs
@@ -109,19 +109,23 @@ def plan_of(loaded: LoadedModel, body: CompletionBody) -> Plan:
         check_params(params, loaded.config.vocab_size)
     except BadRequestError as error:  # the schema has checked all that needs no vocabulary
         raise ApiError(400, str(error), "logit_bias") from None
-    grammar = compiled(loaded, body.grammar())
+    grammar = body.grammar()
     texts, requests = [], []
     for prompt in _prompts(body):
+        # To write nothing needs no room.
+        if isinstance(prompt, str) and loaded.tokenizer is not None and body.max_tokens:
+            check_length(loaded.tokenizer, [prompt, body.suffix or ""], context, "prompt")
         try:
             text, request = _request(loaded, body, prompt, params)
         except (BadRequestError, CapacityError, UnsupportedError) as error:
             field = "prompt" if body.suffix is None else "suffix"
             raise ApiError(400, str(error), field) from None
         texts.append(text)
+        request = replace(request, show_special=not body.skip_special_tokens)
+        request = restricted(loaded, request, grammar)
         for number in range(body.tries):
             seeded = replace(params, seed=derived_seed(body.seed, number))
-            named = replace(request, id=new_request_id(), params=seeded, grammar=grammar)
-            requests.append(named)
+            requests.append(replace(request, id=new_request_id(), params=seeded))
     return Plan(body, tuple(texts), tuple(requests))
 
 
@@ -168,7 +172,9 @@ class Choice:
         self.text = ""
         self.finish_reason: str | None = None
         self._sum, self._tokens = 0.0, 0
-        self._logprobs = None if body.logprobs is None else LegacyLogprobs(loaded.tokenizer)
+        self._logprobs: LegacyLogprobs | None = None
+        if body.logprobs is not None:
+            self._logprobs = LegacyLogprobs(loaded.tokenizer, request.show_special)
         self._begun = False
 
     def add(self, delta: Delta, prompt: str) -> str:

@@ -1,6 +1,11 @@
-"""Errors in OpenAI's form: one object, one line, the field where one is at fault."""
+"""Errors in OpenAI's form: one object, one line, the field where one is at fault.
+
+Ollama's routes have its own: `{"error": "text"}`.
+"""
 
 from __future__ import annotations
+
+import reprlib
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -18,6 +23,9 @@ from starquill.errors import (
 RETRY_AFTER_SECONDS = 1
 CLIENT_LEFT = 499
 MOST_TOLD = 3
+MOST_SHOWN = 60
+_short = reprlib.Repr()
+_short.maxstring = _short.maxlong = _short.maxother = MOST_SHOWN
 
 
 class ApiError(Exception):
@@ -36,12 +44,20 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
         return {"error": error}
 
-    def response(self) -> JSONResponse:
+    def response(self, path: str = "") -> JSONResponse:
+        """The answer, in the form of the API that `path` belongs to."""
         headers = {
             401: {"WWW-Authenticate": "Bearer"},
             503: {"Retry-After": str(RETRY_AFTER_SECONDS)},
         }.get(self.status)
-        return JSONResponse(self.body(), self.status, headers)
+        is_ollamas = path.startswith("/api/")
+        body = {"error": self.message} if is_ollamas else self.body()
+        return JSONResponse(body, self.status, headers)
+
+
+def shown(value: object) -> str:
+    """The beginning of what a client sent, however long that is."""
+    return _short.repr(value)[:MOST_SHOWN]
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -76,6 +92,6 @@ def _of_validation(error: RequestValidationError) -> ApiError:
             )
         first = first or place.split(".")[0]
         reason = problem.get("ctx", {}).get("error") or problem["msg"]
-        found = "" if problem["type"] == "missing" else f" (it is {problem['input']!r:.40})"
+        found = "" if problem["type"] == "missing" else f" (it is {shown(problem['input'])})"
         told.append(printable(f"{place}: {reason}{found}"))
     return ApiError(400, "; ".join(told), first)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -14,9 +15,10 @@ from starquill.engine.grammar import (
     regex_grammar,
 )
 from starquill.engine.loaded import LoadedModel
-from starquill.errors import BadRequestError, StarquillError
+from starquill.errors import BadRequestError, BusyError, StarquillError
 from starquill.server.errors import ApiError
-from starquill.server.schema import Body
+from starquill.server.schema import FAIL_FAST, Body
+from starquill.types import GenerateRequest
 
 
 class GuidedBody(Body):
@@ -24,7 +26,9 @@ class GuidedBody(Body):
 
     guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema.")
     guided_regex: str | None = Field(None, description="A regex for the whole text.")
-    guided_choice: list[str] | None = Field(None, description="The text is one of these.")
+    guided_choice: Annotated[list[str], FAIL_FAST] | None = Field(
+        None, description="The text is one of these."
+    )
     guided_grammar: str | None = Field(None, description="Rules of Lark, or llama.cpp's GBNF.")
 
     def grammar(self) -> str | None:
@@ -45,11 +49,14 @@ class GuidedBody(Body):
         return found
 
 
-def compiled(loaded: LoadedModel, grammar: str | None) -> str | None:
-    """`grammar`, after it was compiled: kept so, the engine has not to wait for that."""
-    if grammar is not None:
-        loaded.grammars.start(grammar)
-    return grammar
+def restricted(
+    loaded: LoadedModel, request: GenerateRequest, grammar: str | None
+) -> GenerateRequest:
+    """`request` with `grammar`, after that was compiled: kept so, nobody has to wait for it."""
+    if grammar is None:
+        return request
+    loaded.grammars.start(grammar, request.heal)
+    return replace(request, grammar=grammar)
 
 
 def chosen_grammar(constraints: dict[str, Callable[[], str]]) -> str | None:
@@ -62,6 +69,8 @@ def chosen_grammar(constraints: dict[str, Callable[[], str]]) -> str | None:
             return make()
         except BadRequestError as error:
             raise ApiError(400, f"{name}: {error}", name) from None
+        except BusyError:
+            raise
         except StarquillError as error:  # the library is not installed
             raise ApiError(400, str(error), name) from None
     return None

@@ -10,6 +10,7 @@ from starquill.server.errors import ApiError
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(http: Request) -> dict[str, str]:
     """200 while the engine works, else 503; needs no key."""

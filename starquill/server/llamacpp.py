@@ -10,20 +10,22 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from starquill import __version__
+from starquill.checkpoint.tokenizer import Tokenizer
 from starquill.engine.fim import FillOrder, Trimmed, fill_request
 from starquill.engine.prompts import new_request_id, plain_request
 from starquill.server.body import (
+    check_length,
     check_template,
     context_length,
     control_stops,
     documented,
     read_body,
 )
-from starquill.server.errors import ApiError, as_api_error
-from starquill.server.guided import compiled
+from starquill.server.errors import ApiError, as_api_error, shown
+from starquill.server.guided import restricted
 from starquill.server.llamacpp_answer import Shape, final, partial, settings, spelling
 from starquill.server.llamacpp_schema import (
     COMPLETION,
@@ -38,7 +40,7 @@ from starquill.server.llamacpp_schema import (
     sampling,
 )
 from starquill.server.metrics import MeasuredEngine
-from starquill.server.stream import event, unless_client_leaves
+from starquill.server.stream import event, streamed, unless_client_leaves
 from starquill.server.submitted import Submitted, finish_all, submit_all
 from starquill.types import ContextFile, GenerateRequest, Hole
 
@@ -54,6 +56,7 @@ async def infill(http: Request) -> Response:
     """Fill the middle between `input_prefix` and `input_suffix`. What they contain is data."""
     body = await read_body(http, InfillBody)
     engine: MeasuredEngine = http.app.state.engine
+    _check_count(engine, body, 1)
     order: FillOrder = http.app.state.options.fim_order
     request, trimmed = await run_in_threadpool(infill_request, engine, body, order)
     return await _answer(http, body, [request], truncated=bool(trimmed))
@@ -74,6 +77,10 @@ async def tokenize(http: Request) -> dict[str, Any]:
     """Ids of a text; special-token strings are control tokens unless `parse_special` is false."""
     body = await read_body(http, TokenizeBody)
     tokenizer = http.app.state.engine.model.require_tokenizer()
+    return await run_in_threadpool(_tokenized, tokenizer, body)
+
+
+def _tokenized(tokenizer: Tokenizer, body: TokenizeBody) -> dict[str, Any]:
     ids = tokenizer.encode(body.content, body.parse_special is not False)
     if not body.with_pieces:
         return {"tokens": ids}
@@ -85,10 +92,15 @@ async def detokenize(http: Request) -> dict[str, str]:
     """Text of ids, control tokens by their names."""
     body = await read_body(http, DetokenizeBody)
     tokenizer = http.app.state.engine.model.require_tokenizer()
-    for i in body.tokens:
-        if not 0 <= i < tokenizer.id_bound:
-            raise ApiError(400, f"tokens has {i} (ids are 0 to {tokenizer.id_bound - 1})", "tokens")
-    return {"content": tokenizer.decode(body.tokens, skip_special=False)}
+    return {"content": await run_in_threadpool(_detokenized, tokenizer, body.tokens)}
+
+
+def _detokenized(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    bound = tokenizer.id_bound
+    for i in ids:
+        if not 0 <= i < bound:
+            raise ApiError(400, f"tokens has {shown(i)} (ids are 0 to {bound - 1})", "tokens")
+    return tokenizer.decode(ids, skip_special=False)
 
 
 @router.get("/props")
@@ -139,7 +151,17 @@ def infill_request(
 
 
 def _requests(engine: MeasuredEngine, body: CompletionBody) -> list[GenerateRequest]:
-    return [completion_request(engine, body, prompt) for prompt in prompts(body.prompt)]
+    several = prompts(body.prompt)
+    _check_count(engine, body, len(several))
+    return [completion_request(engine, body, prompt) for prompt in several]
+
+
+def _check_count(engine: MeasuredEngine, body: Options, asked: int) -> None:
+    """Refuse more answers than could ever wait."""
+    count, most = asked * (body.n_cmpl or 1), engine.options.slots + engine.options.queue
+    if count > most:
+        field = "n_cmpl" if asked <= most else "prompt"
+        raise ApiError(400, f"{count} texts are asked for (at most {most} at once here)", field)
 
 
 def completion_request(
@@ -148,10 +170,13 @@ def completion_request(
     loaded = engine.model
     params = sampling(loaded, body, COMPLETION, 1)
     if isinstance(prompt, str):
+        check_length(loaded.require_tokenizer(), [prompt], context_length(engine), "prompt")
         check_template(loaded.require_tokenizer(), prompt)
         heals = not (body.n_probs or body.grammar or body.json_schema is not None)
         return _completed(engine, body, plain_request(loaded, prompt, params, heal=heals))
     tokenizer = loaded.require_tokenizer()
+    texts = [piece for piece in prompt if isinstance(piece, str)]
+    check_length(tokenizer, texts, context_length(engine), "prompt")
     ids: list[int] = []
     for piece in prompt:
         ids += tokenizer.encode(piece, parse_special=True) if isinstance(piece, str) else [piece]
@@ -166,13 +191,13 @@ def _completed(engine: MeasuredEngine, body: Options, request: GenerateRequest) 
     left = max(context_length(engine) - request.prompt_tokens, 1)
     limit = left if body.limit < 0 else min(max(body.limit, 1), left)
     stops = control_stops(engine.model.require_tokenizer(), request.params.stop)
-    return replace(
+    limited = replace(
         request,
         params=replace(request.params, max_tokens=limit),
         stop_ids=request.stop_ids | stops,
-        grammar=compiled(engine.model, grammar(body)),
         max_seconds=body.seconds,
     )
+    return restricted(engine.model, limited, grammar(body))
 
 
 def prompts(prompt: Prompt) -> list[str | list[int | str]]:
@@ -199,7 +224,7 @@ async def _answer(
         raise ApiError(400, "stream is true with several answers (expected one prompt)", "stream")
     works = submit_all(engine, several)
     if body.stream:
-        return StreamingResponse(_events(shape, works[0]), media_type="text/event-stream")
+        return streamed(_events(shape, works[0]))
     await unless_client_leaves(http, finish_all(works))
     answers = [final(shape, work, index) for index, work in enumerate(works)]
     return JSONResponse(answers[0] if len(answers) == 1 else answers)

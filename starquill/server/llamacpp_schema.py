@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, StrictInt
+from pydantic import BaseModel, BeforeValidator, Field, StrictInt
 
 from starquill.checkpoint.tokenizer import Tokenizer
 from starquill.engine.grammar import json_schema_grammar, lark_grammar
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import BadRequestError
 from starquill.server.guided import chosen_grammar
+from starquill.server.schema import FAIL_FAST, Number, Stops, check_biases
 from starquill.types import SamplingParams
 
 NEVER = -1e9
@@ -28,7 +29,11 @@ LETTERS = {
 }
 
 Piece = StrictInt | str
-Prompt = str | list[Piece | list[Piece]]
+Pieces = Annotated[list[Piece], FAIL_FAST]
+Prompt = str | Annotated[list[Piece | Pieces], FAIL_FAST]
+Strings = Annotated[list[str], FAIL_FAST]
+Pair = Annotated[list[StrictInt | bool | float | str], FAIL_FAST]
+Biases = dict[str, float | bool] | Annotated[list[Pair], FAIL_FAST]
 T = TypeVar("T")
 
 
@@ -37,22 +42,22 @@ class Options(BaseModel):
 
     n_predict: int | None = Field(default=None, description="-1 writes until the context ends")
     max_tokens: int | None = Field(default=None, description="the same, where n_predict is absent")
-    t_max_predict_ms: float | None = Field(
+    t_max_predict_ms: Number | None = Field(
         default=None, description="ends the writing; 0 is no limit"
     )
-    temperature: float | None = None
+    temperature: Number | None = None
     top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    repeat_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    samplers: list[str] | str | None = Field(
+    stop: str | Stops | None = None
+    samplers: Strings | str | None = Field(
         default=None, description="those not named are off; `infill` takes the likeliest token"
     )
-    logit_bias: dict[str, float | bool] | list[list[StrictInt | bool | float | str]] | None = None
+    logit_bias: Annotated[Biases | None, BeforeValidator(check_biases)] = None
     ignore_eos: bool | None = None
     n_probs: int | None = None
     n_cmpl: Annotated[int, Field(ge=1, le=64)] | None = None
@@ -60,7 +65,7 @@ class Options(BaseModel):
     grammar: str | None = None
     stream: bool | None = None
     return_tokens: bool | None = None
-    response_fields: list[str] | None = None
+    response_fields: Strings | None = None
 
     @property
     def limit(self) -> int:
@@ -85,7 +90,7 @@ class Extra(BaseModel):
 class InfillBody(Options):
     input_prefix: str | None = None
     input_suffix: str | None = None
-    input_extra: list[Extra] | None = None
+    input_extra: Annotated[list[Extra], FAIL_FAST] | None = None
     prompt: str | None = Field(default=None, description="how the middle begins")
     fim_order: Literal["psm", "spm"] | None = None
 
@@ -97,7 +102,7 @@ class TokenizeBody(BaseModel):
 
 
 class DetokenizeBody(BaseModel):
-    tokens: list[int]
+    tokens: Annotated[list[int], FAIL_FAST]
 
 
 @dataclass(frozen=True)
@@ -170,10 +175,17 @@ def _biases(loaded: LoadedModel, body: Options) -> dict[int, float]:
             raise BadRequestError(f"logit_bias has {pair!r:.60} (expected [token, bias])")
         token, bias = pair
         for index in _ids(loaded.require_tokenizer(), token):
-            biases[index] = NEVER if bias is False else float(bias)
+            biases[index] = NEVER if bias is False else _number(bias)
     if body.ignore_eos:
         biases |= dict.fromkeys(loaded.end_ids, NEVER)
     return biases
+
+
+def _number(bias: float) -> float:
+    try:
+        return float(bias)
+    except OverflowError:
+        raise BadRequestError("logit_bias has a value that is not a finite number") from None
 
 
 def _ids(tokenizer: Tokenizer, token: object) -> list[int]:

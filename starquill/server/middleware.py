@@ -17,6 +17,7 @@ from starquill.server import page
 from starquill.server.errors import CLIENT_LEFT, ApiError, as_api_error
 from starquill.server.metrics import Metrics
 from starquill.server.options import ServerOptions
+from starquill.server.origins import check_origin
 from starquill.server.stream import ClientLeftError
 
 OPEN_PATHS = frozenset({"/health"}) | page.PATHS  # a monitor has no key
@@ -62,10 +63,14 @@ class Record:
 
 
 class Guard:
-    """Refuses requests without the key and bodies too large; no fault behind it gets out."""
+    """Refuses other servers' pages, requests without the key and bodies too large.
+
+    No fault behind it gets out.
+    """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self.app = app
+        self.options = options
         self.most = options.most_body_bytes
         self.key = None if options.api_key is None else options.api_key.encode()
 
@@ -100,10 +105,11 @@ class Guard:
             answer = as_api_error(error)
             if answer.status == 500:
                 log.error("request %s", scope["state"]["request_id"], exc_info=error)
-            await answer.response()(scope, receive, send)
+            await answer.response(scope["path"])(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        check_origin(headers, self.options)
         if self.key is not None and scope["path"] not in OPEN_PATHS:
             kind, _, given = headers.get("Authorization", "").partition(" ")
             # latin-1 gives back the header's own bytes.

@@ -11,13 +11,20 @@ from starquill.server.errors import ApiError
 from starquill.server.options import ServerOptions
 
 router = APIRouter()
+DEFAULT_TAG = ":latest"
 
 
 def require_model(options: ServerOptions, name: str | None) -> None:
-    """Refuse a request for a model that is not served; None means the one that is."""
-    names = (options.name, *options.aliases)
-    if name is not None and name not in names:
-        raise ApiError(404, f"no model {name!r:.80} here (this server has {names[0]!r})", "model")
+    """Refuse a request for a model that is not served; no name means the one that is."""
+    if not is_served(options, name):
+        told = f"no model {name!r:.80} here (this server has {options.name!r})"
+        raise ApiError(404, told, "model")
+
+
+def is_served(options: ServerOptions, name: str | None) -> bool:
+    """Whether `name` means the model here. Ollama's clients may add a tag."""
+    names = {one.removesuffix(DEFAULT_TAG) for one in (options.name, *options.aliases)}
+    return not name or name.removesuffix(DEFAULT_TAG) in names
 
 
 def _facts(http: Request) -> dict[str, Any]:
@@ -25,6 +32,7 @@ def _facts(http: Request) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": since, "owned_by": "starquill"}
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
     """The model that is served, as a list."""

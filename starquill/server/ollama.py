@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,22 +13,24 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from starquill import __version__
 from starquill.engine.fim import FillOrder, fill_request
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.prompts import chat_request, new_request_id, plain_request
 from starquill.server.body import (
+    check_length,
     check_template,
     context_length,
     control_stops,
     documented,
     read_body,
 )
-from starquill.server.errors import RETRY_AFTER_SECONDS, ApiError, as_api_error
-from starquill.server.guided import compiled
+from starquill.server.errors import ApiError, as_api_error
+from starquill.server.guided import restricted
 from starquill.server.metrics import MeasuredEngine
+from starquill.server.models import is_served
 from starquill.server.ollama_model import card, running, shown
 from starquill.server.ollama_schema import (
     Body,
@@ -39,7 +40,7 @@ from starquill.server.ollama_schema import (
     grammar,
     sampling,
 )
-from starquill.server.stream import ClientLeftError, unless_client_leaves
+from starquill.server.stream import ClientLeftError, json_text, streamed, unless_client_leaves
 from starquill.server.submitted import Submitted
 from starquill.types import Delta, GenerateRequest, Hole
 
@@ -69,9 +70,7 @@ def in_ollamas_form(route: Route) -> Route:
         except ClientLeftError:
             raise
         except Exception as error:
-            told = _told(error)
-            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if told.status == 503 else None
-            return JSONResponse({"error": told.message}, told.status, headers)
+            return _told(error).response(http.url.path)
 
     return answer
 
@@ -114,9 +113,8 @@ async def chat(http: Request) -> Response:
             {**_head(name), **answer.piece(""), "done": True, "done_reason": "load"}
         )
     said = [{"role": message.role, "content": message.content} for message in messages]
-    request = chat_request(engine.model, said, sampling(body, 1))
-    limited = await run_in_threadpool(_limited, engine, body, request)
-    return await _respond(http, body, limited, answer)
+    request = await run_in_threadpool(_chat_request, engine, body, said)
+    return await _respond(http, body, request, answer)
 
 
 @router.post("/show", openapi_extra=documented(ShowBody))
@@ -129,6 +127,7 @@ async def show(http: Request) -> Response:
     return JSONResponse(shown(engine.model, context_length(engine)))
 
 
+@router.head("/tags", include_in_schema=False)
 @router.get("/tags")
 async def tags(http: Request) -> dict[str, Any]:
     """The model, as a list of one."""
@@ -143,6 +142,7 @@ async def ps(http: Request) -> dict[str, Any]:
     return {"models": [running(engine.model, name, context_length(engine))]}
 
 
+@router.head("/version", include_in_schema=False)
 @router.get("/version")
 async def version() -> dict[str, str]:
     return {"version": __version__}
@@ -158,6 +158,7 @@ def generate_request(
     if body.suffix:
         _refuse(bool(body.context), "context", "fills a hole from its two sides alone")
         return _limited(engine, body, _fill(engine, body, order))
+    check_length(loaded.require_tokenizer(), [prompt], context_length(engine), "prompt")
     check_template(loaded.require_tokenizer(), prompt)
     params = sampling(body, 1)
     heals = body.format in (None, "") and params.logprobs is None
@@ -173,6 +174,14 @@ def generate_request(
         ids = (*body.context, *request.prompt_ids)
         request = replace(request, prompt_ids=ids)
     return _limited(engine, body, request)
+
+
+def _chat_request(
+    engine: MeasuredEngine, body: ChatBody, said: list[dict[str, str]]
+) -> GenerateRequest:
+    tokenizer, context = engine.model.require_tokenizer(), context_length(engine)
+    check_length(tokenizer, [message["content"] for message in said], context, "messages")
+    return _limited(engine, body, chat_request(engine.model, said, sampling(body, 1)))
 
 
 def _fill(engine: MeasuredEngine, body: GenerateBody, order: FillOrder) -> GenerateRequest:
@@ -195,13 +204,13 @@ def _limited(engine: MeasuredEngine, body: Body, request: GenerateRequest) -> Ge
     left = max(context_length(engine) - request.prompt_tokens, 1)
     limit = left if wanted is None or wanted < 0 else min(wanted, left)
     stops = control_stops(engine.model.require_tokenizer(), request.params.stop)
-    return replace(
+    limited = replace(
         request,
         id=new_request_id(),
         params=replace(request.params, max_tokens=limit),
         stop_ids=request.stop_ids | stops,
-        grammar=compiled(engine.model, grammar(body)),
     )
+    return restricted(engine.model, limited, grammar(body))
 
 
 @dataclass(frozen=True)
@@ -263,7 +272,7 @@ async def _respond(http: Request, body: Body, request: GenerateRequest, answer: 
     work = Submitted(http.app.state.engine, request)
     if body.stream is not False:
         lines = _lines(answer, work, started)
-        return StreamingResponse(lines, media_type="application/x-ndjson")
+        return streamed(lines, "application/x-ndjson")
     await unless_client_leaves(http, work.finish())
     whole = answer.last(work, work.text, started)
     scored = answer.logprobs(work.read)
@@ -281,7 +290,7 @@ async def _lines(answer: Answer, work: Submitted, started: float) -> AsyncIterat
 
 
 def _line(data: dict[str, Any]) -> bytes:
-    return json.dumps(data, ensure_ascii=False).encode() + b"\n"
+    return json_text(data).encode() + b"\n"
 
 
 def _head(name: str) -> dict[str, Any]:
@@ -293,9 +302,9 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _known(http: Request, model: str | None) -> str:
-    """The served model's name; 404 for another. Ollama's clients may add a tag."""
+    """The served model's name; 404 for another."""
     name: str = http.app.state.options.name
-    if not model or model in (name, f"{name}:latest"):
+    if is_served(http.app.state.options, model):
         return name
     raise ApiError(404, f"model {model!r:.60} not found (this server has {name!r})", "model")
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field
 
 from starquill.engine.grammar import json_object_grammar, json_schema_grammar
 from starquill.server.errors import ApiError
 from starquill.server.guided import chosen_grammar
+from starquill.server.schema import FAIL_FAST, Number, Stops
 from starquill.types import SamplingParams
 
 T = TypeVar("T")
+Strings = Annotated[list[str], FAIL_FAST]
 
 
 class Options(BaseModel):
@@ -19,15 +21,15 @@ class Options(BaseModel):
 
     num_predict: int | None = Field(default=None, description="negative: until the context ends")
     num_ctx: int | None = Field(default=None, description="bounds the code around a hole")
-    temperature: float | None = None
+    temperature: Number | None = None
     top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    stop: str | Stops | None = None
+    repeat_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
 
 
 class Body(BaseModel):
@@ -51,19 +53,19 @@ class GenerateBody(Body):
     suffix: str | None = Field(default=None, description="the code after the hole")
     system: str | None = None
     template: str | None = None
-    context: list[int] | None = None
+    context: Annotated[list[int], FAIL_FAST] | None = None
     raw: bool | None = None
-    images: list[str] | None = None
+    images: Strings | None = None
 
 
 class Message(BaseModel):
     role: str
     content: str = ""
-    images: list[str] | None = None
+    images: Strings | None = None
 
 
 class ChatBody(Body):
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], FAIL_FAST] | None = None
     tools: list[Any] | None = None
 
 

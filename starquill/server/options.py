@@ -10,7 +10,8 @@ from typing import Literal
 class ServerOptions:
     """`name` is the model's in answers; requests may also name it by one of `aliases`. Without
     `api_key` everyone may ask. `cors` origins may call from a browser; none by default. A body
-    may have `most_body_bytes`. `fim_order` is that of fills which do not ask for one.
+    may have `most_body_bytes`. `fim_order` is that of fills which do not ask for one. Where `hosts`
+    is given, the address is a loopback one: requests must name it so, or by one of these.
     """
 
     name: str
@@ -19,3 +20,4 @@ class ServerOptions:
     most_body_bytes: int = 16 << 20
     fim_order: Literal["psm", "spm"] = "psm"
     aliases: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None

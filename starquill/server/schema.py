@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from starquill.types import SamplingParams
 
@@ -18,6 +18,18 @@ _MOST_DIGITS = 10
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that multiples of it differ modulo 2**63
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
+# A list ends at its first mistake: a body of a million would keep everybody waiting.
+FAIL_FAST = Field(fail_fast=True)
+MOST_BIASES = 4096
+# Each is looked for at every step. OpenAI's routes take less, editors send dozens.
+Stops = Annotated[list[str], Field(fail_fast=True, max_length=256)]
+
+
+def check_biases(biases: Any) -> Any:
+    """Refuse more biases than a step should add, before pydantic looks at each."""
+    if isinstance(biases, dict | list) and len(biases) > MOST_BIASES:
+        raise ValueError(f"has {len(biases)} entries (expected {MOST_BIASES} at most)")
+    return biases
 
 
 class Body(BaseModel):
@@ -38,14 +50,19 @@ class SamplingBody(Body):
 
     temperature: Number = Field(1.0, ge=0, le=100)
     top_p: Number = Field(1.0, ge=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=-1, description="0 and -1 are off.")
     min_p: Number = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] = Field([], description=f"One string, or up to {MOST_STOPS}.")
+    stop: str | Annotated[list[str], FAIL_FAST] = Field(
+        [], description=f"One string, or up to {MOST_STOPS}."
+    )
     repetition_penalty: Number = Field(1.0, ge=0.01, le=100)
     presence_penalty: Number = Field(0.0, ge=-2, le=2)
     frequency_penalty: Number = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Number] = Field({}, description="Token ids, written as strings.")
+    logit_bias: Annotated[dict[str, Number], BeforeValidator(check_biases)] = Field(
+        {}, description="Token ids, written as strings."
+    )
+    skip_special_tokens: bool = Field(True, description="false shows control tokens in the text.")
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -69,7 +86,7 @@ class SamplingBody(Body):
             max_tokens=max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
+            top_k=max(self.top_k, 0),
             min_p=self.min_p,
             seed=self.seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),

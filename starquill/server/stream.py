@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 T = TypeVar("T")
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class ClientLeftError(Exception):
@@ -37,5 +39,15 @@ async def _left(http: Request) -> None:
 
 def event(data: dict[str, Any] | str) -> bytes:
     """One server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    text = data if isinstance(data, str) else json_text(data)
     return f"data: {text}\n\n".encode()
+
+
+def json_text(data: dict[str, Any]) -> str:
+    """JSON in one line; NaN and infinities, which it has not, are a fault."""
+    return json.dumps(data, ensure_ascii=False, allow_nan=False)
+
+
+def streamed(content: AsyncIterator[bytes], kind: str = "text/event-stream") -> Response:
+    """An answer in parts, which nobody on the way to the client may keep or collect."""
+    return StreamingResponse(content, 200, STREAM_HEADERS, kind)

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
-from starquill.engine.running import Event
 from starquill.server.metrics import MeasuredEngine
+from starquill.server.together import Together
 from starquill.types import Delta, GenerateRequest, GenerationStats
 
 Ending = Literal["eos", "word", "limit", "none"]
@@ -16,30 +16,20 @@ Ending = Literal["eos", "word", "limit", "none"]
 class Submitted:
     """Submits `request` at once, so that what cannot run is told before an answer begins.
 
-    Raises what `Engine.submit` raises. Ends with its reader: `deltas` left early, or never begun.
+    Raises what `Engine.submit` raises. Ends with its reader, as `Together` does.
     """
 
     def __init__(self, engine: MeasuredEngine, request: GenerateRequest) -> None:
         self.request = request
         self.read: list[Delta] = []
-        self._engine = engine
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event] = asyncio.Queue()
-
-        def deliver(event: Event) -> None:  # must not hold `self`: it ends with its reader
-            loop.call_soon_threadsafe(events.put_nowait, event)
-
-        self._events = events
-        self._running = engine.submit(request, deliver)
+        self._loaded = engine.model
+        self._work = Together(engine, [request])
 
     async def deltas(self) -> AsyncIterator[Delta]:
         try:
-            while not self.read or self.read[-1].finish_reason is None:
-                event = await self._events.get()
-                if isinstance(event, Exception):
-                    raise event
-                self.read.append(event)
-                yield event
+            async for _, delta in self._work:
+                self.read.append(delta)
+                yield delta
         finally:
             self.abandon()
 
@@ -48,13 +38,9 @@ class Submitted:
         async for _ in self.deltas():
             pass
 
-    def __del__(self) -> None:
-        if hasattr(self, "_running"):
-            self.abandon()
-
     def abandon(self) -> None:
         """End at the engine's next step."""
-        self._engine.abandon(self._running)
+        self._work.close()
 
     @property
     def text(self) -> str:
@@ -67,16 +53,16 @@ class Submitted:
 
     @property
     def stats(self) -> GenerationStats:
-        return self._running.stats()
+        return self._work.running[0].stats()
 
     def ending(self) -> tuple[Ending, str]:
         """Why the output ended, and the stop string if it was one."""
         last = self.read[-1]
         if last.finish_reason != "stop":
             return ("limit" if last.finish_reason == "length" else "none"), ""
-        tokenizer = self._engine.model.tokenizer
+        tokenizer = self._loaded.tokenizer
         stop = self.request.params.stop
-        if last.token_id in self._engine.model.end_ids | self.request.stop_ids:
+        if last.token_id in self._loaded.end_ids | self.request.stop_ids:
             name = tokenizer.added.get(last.token_id or 0, "") if tokenizer else ""
             return ("word", name) if name in stop else ("eos", "")
         word = _first_complete(self._spelled(), stop)
@@ -84,7 +70,7 @@ class Submitted:
 
     def _spelled(self) -> str:
         """The output with the stop string that ended it."""
-        tokenizer = self._engine.model.tokenizer
+        tokenizer = self._loaded.tokenizer
         table = tokenizer.token_bytes if tokenizer else []
         ids = [d.token_id for d in self.read if d.token_id is not None]
         spelled = b"".join(table[i] for i in ids if i < len(table))

@@ -92,6 +92,19 @@ def test_it_tells_what_it_serves_and_ends_with_0(folder: Path) -> None:
     assert all("POST /v1/completions 200" in line for line in lines)
 
 
+@pytest.mark.parametrize(("host", "status"), [("localhost", 403), ("0.0.0.0", 200)])
+def test_on_a_loopback_address_only_its_names_lead_there(
+    folder: Path, host: str, status: int
+) -> None:
+    """A web page whose name was made to lead here would be this server's own."""
+    with served(str(folder), "--host", host) as server:
+        port = server.url.rpartition(":")[2]
+        page = {"Host": f"page.example:{port}", "Origin": f"http://page.example:{port}"}
+        url = f"http://127.0.0.1:{port}/v1/models"
+        assert httpx.get(url, headers=page).status_code == status
+        assert httpx.get(url, headers={"Host": f"localhost:{port}"}).status_code == 200
+
+
 def test_ctrl_c_ends_it_with_0(folder: Path) -> None:
     with served("--model", str(folder)) as server:
         assert server.end(signal.SIGINT) == (0, "")

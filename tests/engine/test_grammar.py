@@ -9,15 +9,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import llguidance
 import pytest
 import torch
 
 from starquill.engine import grammar as grammars
 from starquill.engine.engine import Engine
 from starquill.engine.grammar import (
+    GrammarVocabulary,
     choice_grammar,
     json_object_grammar,
     json_schema_grammar,
@@ -27,7 +31,7 @@ from starquill.engine.grammar import (
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.prompts import plain_request
 from starquill.engine.sampling import Sampler
-from starquill.errors import BadRequestError, UnsupportedError
+from starquill.errors import BadRequestError, BusyError, UnsupportedError
 from starquill.loading import load
 from starquill.types import Delta, GenerateRequest, SamplingParams
 from tests import tiny
@@ -353,6 +357,50 @@ def test_what_costs_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(BadRequestError, match="takes longer than"):
         grammars._deeply(blocked.wait)
     blocked.set()
+
+
+def test_what_takes_too_long_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel
+) -> None:
+    """Its thread cannot be stopped: each time it was asked for, one more ran on."""
+    free = threading.Event()
+    calls: list[str] = []
+
+    def compiling(tokens: Any, grammar: str, **_: Any) -> Any:
+        calls.append(grammar)
+        free.wait()
+        return llguidance.LLMatcher(tokens, grammar)
+
+    vocabulary = GrammarVocabulary(loaded.require_tokenizer())
+    monkeypatch.setattr(vocabulary, "_library", SimpleNamespace(LLMatcher=compiling))
+    monkeypatch.setattr(grammars, "_MOST_SECONDS", 0.05)
+    slow, other = regex_grammar("slow"), regex_grammar("other")
+    for _ in range(3):
+        with pytest.raises(BadRequestError, match="takes longer than"):
+            vocabulary.start(slow)
+        with pytest.raises(BusyError, match="try again later"):
+            vocabulary.start(other)
+    assert calls == [slow]
+    free.set()
+    assert not wait(set(grammars._unstoppable), 30).not_done
+    monkeypatch.setattr(grammars, "_MOST_SECONDS", 20)
+    assert not vocabulary.start(other).is_done
+    with pytest.raises(BadRequestError, match="takes longer than"):
+        vocabulary.start(slow)
+
+
+def test_a_grammar_that_is_refused_slowly_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def validating(_: Any, grammar: str) -> str:
+        calls.append(grammar)
+        raise BadRequestError("takes longer")
+
+    monkeypatch.setattr(grammars, "_deeply", validating)
+    for _ in range(3):
+        with pytest.raises(BadRequestError, match="takes longer"):
+            regex_grammar("slow to read")
+    assert len(calls) == 1
 
 
 def test_a_grammar_that_would_fail_is_refused_at_once(loaded: LoadedModel) -> None:

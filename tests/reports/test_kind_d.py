@@ -327,3 +327,17 @@ def test_b57_control_tokens_are_hidden_and_counted(loaded: LoadedModel, tag: str
     assert choice["logprobs"]["tokens"] == ["a", tag, " ", "x", END]
     assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 3]
     assert choice["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("tag", [ISSUE, PAD])
+def test_b57_control_tokens_are_shown_if_asked_for(loaded: LoadedModel, tag: str) -> None:
+    """B57: a stop string may be the name of one then."""
+    token = loaded.require_tokenizer().id_of(tag)
+    assert token is not None
+    output = [*byte_ids(loaded, b"a"), token, *byte_ids(loaded, b" x")]
+    choice = written(loaded, output, logprobs=0, skip_special_tokens=False)
+    assert choice["text"] == f"a{tag} x"
+    shown = len(tag) + 1
+    assert choice["logprobs"]["text_offset"] == [0, 1, shown, shown + 1, shown + 2]
+    stopped = written(loaded, output, stop=[tag[2:]], skip_special_tokens=False)
+    assert (stopped["text"], stopped["finish_reason"]) == (f"a{tag[:2]}", "stop")

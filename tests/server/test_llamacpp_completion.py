@@ -12,14 +12,17 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from starquill.engine.engine import Engine
 from starquill.engine.loaded import LoadedModel
 from starquill.loading import load
 from starquill.server import llamacpp, llamacpp_schema
-from starquill.types import EngineOptions, Hole, SamplingParams
+from starquill.server.app import create_app
+from starquill.server.options import ServerOptions
+from starquill.types import EngineOptions, GenerateRequest, Hole, SamplingParams
 from tests import tiny
-from tests.server.editors import DEADLINE, events, serving
+from tests.server.editors import DEADLINE, NAME, events, serving
 
 END, PREFIX, MIDDLE, SUFFIX, PAD, REPO, FILE, ISSUE = range(8)
 CONTEXT = 256
@@ -293,16 +296,19 @@ def test_what_is_no_json_is_refused(client: httpx.Client, content: bytes) -> Non
 
 
 def test_a_full_queue_refuses_all_of_several(loaded: LoadedModel) -> None:
-    with serving(Engine(loaded, EngineOptions(slots=1, queue=0))) as client:
-        body = {"prompt": ["a", "b", "c"], "n_predict": 4}
-        response = client.post("/completion", json=body)
-        assert response.status_code == 503
-        assert response.headers["retry-after"]
-        # None of the three stays; that is seen after the engine's next step.
-        body = {"prompt": "a", "n_predict": 1}
-        until = time.monotonic() + DEADLINE
-        while client.post("/completion", json=body).status_code == 503:
-            assert time.monotonic() < until
+    first = GenerateRequest("first", (1, 2))
+    engines = [Engine(loaded, EngineOptions(slots=1, queue=2)) for _ in range(2)]
+    for engine in engines:
+        engine.submit(first, lambda _: None)
+    client = TestClient(create_app(engines[0], ServerOptions(NAME)))
+    response = client.post("/completion", json={"prompt": ["a", "b", "c"], "n_predict": 4})
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    for engine in engines:
+        while engine.step():
+            pass
+    # None of the three stayed.
+    assert engines[0].stats().generated_tokens == engines[1].stats().generated_tokens
 
 
 # --- clients that leave ---
