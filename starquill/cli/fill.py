@@ -17,6 +17,7 @@ from starquill.cli.options import (
     QuantizeOptions,
     SamplingOptions,
     ShowOptions,
+    XLoraOptions,
     expand_options,
 )
 from starquill.errors import BadRequestError
@@ -82,12 +83,14 @@ def fill(
     where: PlaceOptions = PlaceOptions(),
     model: ModelOptions = ModelOptions(),
     quantize: QuantizeOptions = QuantizeOptions(),
+    xlora: XLoraOptions = XLoraOptions(),
     sampling: SamplingOptions = SamplingOptions(),
     show: ShowOptions = ShowOptions(),
 ) -> int:
     """Write the missing middle of a file or prompt."""
     params = sampling.params()
     show.check()
+    xlora.check(show)
     place = find_place(file, where)
     if in_place and place.file is None:
         raise BadRequestError("--in-place needs FILE: there is no file to write into")
@@ -95,7 +98,7 @@ def fill(
     from starquill.cli.run import load_model, run
     from starquill.engine.fim import fill_request
 
-    loaded = load_model(model, quantize)
+    loaded = load_model(model, quantize, xlora)
     hole = _hole(place, files, repo_name)
     request, trimmed = fill_request(loaded, hole, params, order=fim_order)
     if trimmed:

@@ -14,6 +14,7 @@ from starquill.cli.options import (
     QuantizeOptions,
     SamplingOptions,
     ShowOptions,
+    XLoraOptions,
     expand_options,
 )
 from starquill.errors import BadRequestError
@@ -55,6 +56,7 @@ def generate(
     ] = False,
     model: ModelOptions = ModelOptions(),
     quantize: QuantizeOptions = QuantizeOptions(),
+    xlora: XLoraOptions = XLoraOptions(),
     sampling: SamplingOptions = SamplingOptions(),
     constraint: GrammarOptions = GrammarOptions(),
     show: ShowOptions = ShowOptions(),
@@ -62,13 +64,14 @@ def generate(
     """Complete code at the end of a prompt, streaming it as it is written."""
     params = sampling.params()
     show.check()
+    xlora.check(show)
     text = read_prompt(prompt)
     grammar = constraint.chosen()
     # torch takes a second to import; mistakes in options are told before that.
     from starquill.cli.run import load_model, run
     from starquill.engine.prompts import chat_request, plain_request
 
-    loaded = load_model(model, quantize)
+    loaded = load_model(model, quantize, xlora)
     if chat:
         request = chat_request(loaded, [{"role": "user", "content": text}], params)
     else:

@@ -134,6 +134,25 @@ class QuantizeOptions:
 
 
 @dataclass(frozen=True)
+class XLoraOptions:
+    """Adapters that a classifier weighs for every token."""
+
+    xlora: Annotated[Path | None, _option("An X-LoRA's folder.", metavar="FOLDER")] = None
+    xlora_freeze: Annotated[
+        int | None,
+        _option("Keep the adapters' weights after N written tokens: faster.", metavar="N"),
+    ] = None
+
+    def check(self, show: ShowOptions | None = None) -> None:
+        """Refuse what makes no sense, before a model is loaded."""
+        if self.xlora_freeze is not None and self.xlora_freeze < 0:
+            raise BadRequestError(f"--xlora-freeze is {self.xlora_freeze} (expected 0 or more)")
+        alone = self.xlora_freeze is not None or (show is not None and show.show_scalings)
+        if self.xlora is None and alone:
+            raise BadRequestError("--xlora-freeze and --show-scalings need --xlora")
+
+
+@dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are chosen; the defaults are greedy."""
 
@@ -240,6 +259,9 @@ class ShowOptions:
     ] = None
     stats: Annotated[bool, _option("Print speed and memory at the end.", "--stats")] = False
     json: Annotated[bool, _option("Print one JSON object instead of text.", "--json")] = False
+    show_scalings: Annotated[
+        bool, _option("Print which adapters of --xlora wrote each token.", "--show-scalings")
+    ] = False
 
     def for_file(self, name: str) -> ShowOptions:
         """With the language that a file's name tells, unless one was chosen."""

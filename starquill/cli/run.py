@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from starquill.checkpoint.tokenizer import Tokenizer
-from starquill.cli.options import ModelOptions, QuantizeOptions, ShowOptions
+from starquill.cli.options import ModelOptions, QuantizeOptions, ShowOptions, XLoraOptions
 from starquill.cli.printing import Printer, SilentPrinter, choose_printer
 from starquill.cli.progress import reading_bar
 from starquill.engine.engine import Engine
 from starquill.engine.generation import Generation
 from starquill.engine.loaded import LoadedModel
+from starquill.errors import printable
 from starquill.loading import load
 from starquill.types import Delta, GenerateRequest, GenerationStats
 
 INTERRUPTED = 130
+_HEIGHTS = "·▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a request wrote, and how it ended."""
+    """What a request wrote, and how it ended.
+
+    `experts` are the adapters of an X-LoRA, `scalings` how strongly they wrote each token of
+    `deltas`, `[T, K]`, the mean over the layers.
+    """
 
     text: str
     deltas: tuple[Delta, ...]
     stats: GenerationStats
+    experts: tuple[str, ...] = ()
+    scalings: tuple[tuple[float, ...], ...] = ()
 
     @property
     def finish_reason(self) -> str | None:
@@ -37,7 +46,9 @@ class Outcome:
         return INTERRUPTED if self.finish_reason == "cancelled" else 0
 
 
-def load_model(options: ModelOptions, quantize: QuantizeOptions) -> LoadedModel:
+def load_model(
+    options: ModelOptions, quantize: QuantizeOptions, xlora: XLoraOptions = XLoraOptions()
+) -> LoadedModel:
     with reading_bar("loading" if quantize.quant is None else "quantizing") as show:
         return load(
             options.model,
@@ -46,6 +57,8 @@ def load_model(options: ModelOptions, quantize: QuantizeOptions) -> LoadedModel:
             allow_padded_vocab=options.allow_padded_vocab,
             quant=quantize.chosen(),
             exact=options.exact,
+            xlora=xlora.xlora,
+            xlora_freeze=xlora.xlora_freeze,
             on_progress=show,
         )
 
@@ -68,14 +81,26 @@ def run(
     printer = SilentPrinter() if show.json else choose_printer(show, before)
     generation = Engine(loaded).generate(request)
     deltas = _stream(generation, printer, reader_may_leave)
-    outcome = Outcome("".join(d.text for d in deltas), tuple(deltas), generation.stats)
+    outcome = _outcome(loaded, generation, deltas)
     if show.json:
         print(json.dumps(as_json(outcome, loaded.tokenizer), ensure_ascii=False))
     elif reported is not None:
         _print_logprobs(outcome, loaded.tokenizer)
     if show.stats and not show.json:
         print(describe_stats(outcome), file=sys.stderr)
+    if show.show_scalings:
+        _print_scalings(outcome, loaded.tokenizer)
     return outcome
+
+
+def _outcome(loaded: LoadedModel, generation: Generation, deltas: list[Delta]) -> Outcome:
+    text, found = "".join(d.text for d in deltas), generation.scalings
+    if loaded.xlora is None or found is None:
+        return Outcome(text, tuple(deltas), generation.stats)
+    # What the prompt's last token was read with wrote the first token, and so on.
+    means = found[len(generation.request.prompt_ids) - 1 :].mean(1).tolist()
+    scalings = tuple(tuple(row) for row in means)
+    return Outcome(text, tuple(deltas), generation.stats, loaded.xlora.names, scalings)
 
 
 def _stream(generation: Generation, printer: Printer, reader_may_leave: bool) -> list[Delta]:
@@ -104,6 +129,16 @@ def _write(printer: Printer, delta: Delta, reader_may_leave: bool) -> Printer:
     return printer
 
 
+def _written(outcome: Outcome) -> Iterator[tuple[int, Delta, tuple[float, ...]]]:
+    """Each token of the output, its delta, and how strongly which adapter wrote it."""
+    scalings = iter(outcome.scalings)
+    for delta in outcome.deltas:
+        if delta.token_id is not None:
+            acted = next(scalings, ())
+            if not delta.is_prompt:
+                yield delta.token_id, delta, acted
+
+
 def _token_text(tokenizer: Tokenizer | None, token: int) -> str:
     return tokenizer.decode([token], skip_special=False) if tokenizer else f"<{token}>"
 
@@ -112,19 +147,17 @@ def as_json(outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The object that `--json` prints."""
     stats = outcome.stats
     tokens = []
-    for delta in outcome.deltas:
-        if delta.token_id is None or delta.is_prompt:
-            continue
-        token: dict[str, Any] = {
-            "id": delta.token_id,
-            "text": _token_text(tokenizer, delta.token_id),
-        }
+    for token_id, delta, scalings in _written(outcome):
+        token: dict[str, Any] = {"id": token_id, "text": _token_text(tokenizer, token_id)}
         if delta.logprobs is not None:
             token["logprob"] = delta.logprobs.chosen
             token["top"] = [
                 {"id": t.token_id, "text": _token_text(tokenizer, t.token_id), "logprob": t.logprob}
                 for t in delta.logprobs.top
             ]
+        if scalings:
+            values = (round(value, 4) for value in scalings)
+            token["adapters"] = dict(zip(outcome.experts, values, strict=True))
         tokens.append(token)
     return {
         "text": outcome.text,
@@ -165,3 +198,19 @@ def _print_logprobs(outcome: Outcome, tokenizer: Tokenizer | None) -> None:
         )
         chosen = f"{_token_text(tokenizer, delta.token_id)!r} {delta.logprobs.chosen:.3f}"
         print(f"{chosen:<24} {others}".rstrip(), file=sys.stderr)
+
+
+def _print_scalings(outcome: Outcome, tokenizer: Tokenizer | None) -> None:
+    """A line for each token: a bar for each adapter, and the one that acted most."""
+    for token_id, _, scalings in _written(outcome):
+        if not scalings:
+            continue
+        most = max(scalings)
+        name = printable(outcome.experts[scalings.index(most)])
+        text = repr(_token_text(tokenizer, token_id))
+        print(f"{text:<16} {_bars(scalings)} {name} {most:.2f}", file=sys.stderr)
+
+
+def _bars(values: tuple[float, ...]) -> str:
+    """Heights from 0 to 1; what is past them, as scalings without softmax may be, is cut."""
+    return "".join(_HEIGHTS[round(min(max(value, 0.0), 1.0) * 8)] for value in values)

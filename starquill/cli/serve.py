@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from starquill.cli.options import ModelOptions, QuantizeOptions, expand_options
+from starquill.cli.options import ModelOptions, QuantizeOptions, XLoraOptions, expand_options
 from starquill.errors import BadRequestError, StarquillError, printable
 from starquill.types import EngineOptions, GenerateRequest, SamplingParams
 
@@ -131,9 +131,11 @@ def serve(
     work: WorkOptions = WorkOptions(),
     model: ModelOptions = ModelOptions(),
     quantize: QuantizeOptions = QuantizeOptions(),
+    xlora: XLoraOptions = XLoraOptions(),
 ) -> int:
     """Serve a model over HTTP, with OpenAI's routes; ends with Ctrl-C."""
     listen.check()
+    xlora.check()
     engine_options, key = work.chosen(), listen.key()
     if which is not None:
         if model.model not in (ModelOptions().model, which):
@@ -147,7 +149,7 @@ def serve(
     from starquill.engine.engine import Engine
     from starquill.server.options import ServerOptions
 
-    loaded = load_model(model, quantize)
+    loaded = load_model(model, quantize, xlora)
     engine = Engine(loaded, engine_options)
     warm_up(engine)
     own_name = loaded.folder.name if Path(loaded.name).exists() else loaded.name

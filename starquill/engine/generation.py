@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from torch import Tensor
+
 from starquill.engine.running import Deliver, Event, Running
 from starquill.types import Delta, GenerateRequest, GenerationStats
 
@@ -70,3 +72,13 @@ class Generation(Iterator[Delta]):
     def stats(self) -> GenerationStats:
         """Counts and times up to now."""
         return self._running.stats()
+
+    @property
+    def scalings(self) -> Tensor | None:
+        """With X-LoRA, how strongly each of K adapters acted, `[T, M, K]`; else None.
+
+        Row t is for the prompt's or the text's token t as it was read, to choose token t + 1. M
+        are the Linears that carry adapters (`model.xlora.layers`), K are `model.xlora.names`.
+        """
+        scalings = self._running.scalings
+        return None if scalings is None else scalings.array()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from starquill.adapters.store import AdapterStore
+from starquill.adapters.xlora import XLora
 from starquill.checkpoint.tokenizer import FimTokens, Tokenizer
 from starquill.engine.chat import ChatTemplate
 from starquill.engine.grammar import GrammarVocabulary
@@ -33,7 +34,7 @@ class LoadedModel:
 
     `model` is the architecture's module with every weight in place, computing in `dtype`.
     `end_ids` are the tokens that end any text. `tokenizer` is None for a checkpoint without
-    one; such a model runs on token ids alone.
+    one; such a model runs on token ids alone. `xlora` acts on every request.
     """
 
     name: str
@@ -47,6 +48,7 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     warnings: tuple[str, ...] = ()
     requantizer: Requantizing | None = None
+    xlora: XLora | None = None
 
     def requantize(self, quant: Any) -> RequantizeReport:
         """Quantize anew from the checkpoint: a scheme, recipe or `QuantOptions`; None undoes it.

@@ -76,6 +76,29 @@ class Runner:
 
         N is the tokens of all, in their order.
         """
+        logits = self.logits(self._hidden(places, ids, mix), mix)
+        self._move(places, ids)
+        return logits
+
+    @torch.inference_mode()
+    def step(
+        self,
+        places: Sequence[Place],
+        ids: Sequence[Sequence[int]],
+        mix: AdapterMix | None = None,
+    ) -> Tensor:
+        """As `decode`, but hidden states `[N, D]`."""
+        hidden = self._hidden(places, ids, mix)
+        self._move(places, ids)
+        return hidden
+
+    def _move(self, places: Sequence[Place], ids: Sequence[Sequence[int]]) -> None:
+        for place, new in zip(places, ids, strict=True):
+            place.length += len(new)
+
+    def _hidden(
+        self, places: Sequence[Place], ids: Sequence[Sequence[int]], mix: AdapterMix | None
+    ) -> Tensor:
         rows = [(place, place.length + i) for place, new in zip(places, ids, strict=True)
                 for i in range(len(new))]  # fmt: skip
         for place, new in zip(places, ids, strict=True):
@@ -92,10 +115,7 @@ class Runner:
             mix,
         )
         hidden: Tensor = self.loaded.model.hidden(batch)  # [N, 1, D]
-        logits = self.logits(hidden[:, 0], mix)
-        for place, new in zip(places, ids, strict=True):
-            place.length += len(new)
-        return logits
+        return hidden[:, 0]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, mix: AdapterMix | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from starquill.engine.loaded import LoadedModel
 from starquill.engine.lookup import PromptLookup
 from starquill.engine.seat import Seat
 from starquill.engine.sequence import Sequence
+from starquill.engine.xlora import Scalings
 from starquill.types import Delta, GenerateRequest, GenerationStats, Logprobs
 
 Event = Delta | Exception
@@ -30,7 +31,8 @@ class Running:
     """What the engine keeps of a request: its text so far, its blocks, its counts.
 
     `need` is the blocks of the cache that it may come to hold. `seat` is None until its prompt's
-    turn comes. `lease` holds on to its adapters until it ends.
+    turn comes. `lease` holds on to its adapters until it ends. `scalings` are an X-LoRA's, which
+    stay to be read.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Running:
         self.deliver = deliver
         self.need = 0
         self.seat: Seat | None = None
+        self.scalings: Scalings | None = None
         self.lookup: PromptLookup | None = None
         self.prompt_logprobs: list[Logprobs | None] = [None]
         self.abandoned = False
@@ -53,6 +56,8 @@ class Running:
         if self.seat is not None:
             self.seat.leave(keep=keep)
             self.seat = None
+            if self.scalings is not None:
+                self.scalings.seat.leave(keep=False)
         if self.lease is not None:
             self.lease.release()
 

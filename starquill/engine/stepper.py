@@ -19,6 +19,7 @@ from starquill.engine.sampling import logprobs
 from starquill.engine.scheduler import Scheduler
 from starquill.engine.seat import Seat
 from starquill.engine.sequence import check_request
+from starquill.engine.xlora import ScalingPass, Scalings, last_token
 from starquill.errors import BadRequestError, CapacityError
 from starquill.kernels.native import is_finite
 from starquill.nn.lora import AdapterMix
@@ -61,15 +62,17 @@ class Stepper:
         self._runner = Runner(loaded, blocks, options.prefill_chunk)
         self._pool = BlockPool(blocks, self._runner.cache.shape)
         self.scheduler: Scheduler[Running] = Scheduler(options.slots, blocks)
+        self._xlora = None if loaded.xlora is None else ScalingPass(loaded.xlora, self._runner)
         self._cost = StepCost()
         self._steps = 0
         self._counts = dict.fromkeys(("prompt", "cached", "generated", "proposed", "accepted"), 0)
 
     def _need(self, span: int) -> int:
-        """Blocks that a sequence may come to hold, and one to copy from."""
+        """Blocks that a sequence may come to hold, and one to copy from; X-LoRA's two passes."""
         shape = self._loaded.config.cache_shape()
         chunk = max(self._options.prefill_chunk + 1, self._options.lookup + 1)
-        return shape.most_blocks(span, chunk) + 1
+        passes = 1 if self._loaded.xlora is None else 2
+        return passes * (shape.most_blocks(span, chunk) + 1)
 
     def _block_count(self) -> int:
         bytes_each = self._loaded.config.cache_shape().block_bytes(self._loaded.dtype)
@@ -92,6 +95,8 @@ class Stepper:
     def checked(self, request: GenerateRequest, deliver: Deliver) -> Running:
         """`request` ready to be scheduled; raises what `check_request` does."""
         check_request(self._loaded, request, self.context)
+        if self._xlora is not None:
+            self._xlora.check(request)
         running = Running(self._loaded, request, deliver, self.context)
         running.need = 0 if running.is_empty else self._need(running.sequence.span)
         return running
@@ -157,12 +162,17 @@ class Stepper:
             else rest[: self._options.prefill_chunk]
         )
         seat.make_room(len(ids))
-        mix = self._loaded.adapters.mix_of([running.lease], [1])
+        if self._xlora is None:
+            mix = self._loaded.adapters.mix_of([running.lease], [1])
+        else:
+            mix = self._xlora.piece(_scalings(running), seat.place, ids)
         hidden = self._runner.advance(seat.place, ids, mix)
         if request.prompt_logprobs is not None:
             rows = self._runner.all_logits(hidden, mix)
             self._score(running, rows, prompt[seat.place.length - len(ids) :])
         seat.record(ids)
+        if running.scalings is not None:
+            running.scalings.settle(seat.place.length, ids)
         if len(ids) == len(rest):
             self._counts["prompt"] += len(prompt)
             self._begin_to_write(running, hidden, mix)
@@ -172,7 +182,7 @@ class Stepper:
         if running.request.params.max_tokens == 0:
             self._give(running, running.sequence.finish("length"))
         else:
-            logits = self._runner.logits(hidden[-1:], mix)[0]
+            logits = self._runner.logits(hidden[-1:], last_token(mix))[0]
             self._runner.check(logits)
             self.scheduler.filled(running)
             self._accept(running, logits)
@@ -184,12 +194,16 @@ class Stepper:
 
     def _seat_for(self, running: Running) -> Seat:
         """With what the cache holds of the prompt, but for two tokens: see `_fill_piece`."""
-        request, shared = running.request, self._options.prefix_cache
+        request = running.request
+        shared = self._options.prefix_cache and self._xlora is None
         span = running.sequence.span
         adapters = () if running.lease is None else running.lease.key
         # What keys and values depend on besides the tokens.
         key = (self._loaded.config.turning(span), self._loaded.weights_version, adapters)
         seat = Seat(self._pool, self._runner.cache, span, key, shared=shared)
+        if self._xlora is not None:
+            first = Seat(self._pool, self._runner.cache, span, key, shared=False)
+            running.scalings = self._xlora.begin(first, len(request.prompt_ids))
         if shared and request.prompt_logprobs is None:
             running.cached_tokens = seat.reuse(request.prompt_ids[:-2])
             self._counts["cached"] += running.cached_tokens
@@ -245,9 +259,13 @@ class Stepper:
         ]
         for running, new in zip(all_running, ids, strict=True):
             _seat(running).make_room(len(new))
-        leases = [running.lease for running in all_running]
-        mix = self._loaded.adapters.mix_of(leases, [len(new) for new in ids])
-        return self._runner.decode([_seat(running).place for running in all_running], ids, mix)
+        places = [_seat(running).place for running in all_running]
+        if self._xlora is None:
+            leases = [running.lease for running in all_running]
+            mix = self._loaded.adapters.mix_of(leases, [len(new) for new in ids])
+        else:
+            mix = self._xlora.step([_scalings(running) for running in all_running], places, ids)
+        return self._runner.decode(places, ids, mix)
 
     def _take(self, running: Running, rows: Tensor, proposed: SequenceOf[int]) -> None:
         """Choose from each row in turn, as long as the choice is what the next row was for."""
@@ -265,7 +283,10 @@ class Stepper:
         self._counts["proposed"] += len(proposed)
         self._counts["accepted"] += kept - 1
         seat.place.length -= len(rows) - kept
-        seat.record([*before, *proposed[: kept - 1]])
+        kept_ids = [*before, *proposed[: kept - 1]]
+        seat.record(kept_ids)
+        if running.scalings is not None:
+            running.scalings.settle(seat.place.length, kept_ids)
         if running.sequence.finish_reason is not None:
             self._leave(running)
 
@@ -308,3 +329,8 @@ class Stepper:
 def _seat(running: Running) -> Seat:
     assert running.seat is not None, "it does not run"
     return running.seat
+
+
+def _scalings(running: Running) -> Scalings:
+    assert running.scalings is not None, "it does not run"
+    return running.scalings
