@@ -248,12 +248,21 @@ def quantize_checkpoint(
 
     The layout is MLX's, so mlx-lm loads it too.
     """
-    checkpoint = open_checkpoint(locate(model, revision))
+    return write_checkpoint(open_checkpoint(locate(model, revision)), out, options, on_progress)
+
+
+def write_checkpoint(
+    checkpoint: Checkpoint,
+    out: Path,
+    options: QuantOptions | None,
+    on_progress: OnProgress | None = None,
+) -> QuantizeResult:
+    """Write what `checkpoint` holds to the new folder `out`, quantized if there are `options`."""
     spec = checkpoint.spec
     fit = compare(spec, spec.Model(checkpoint.config), checkpoint.source.infos)
     fit.check()
     infos = stored_infos(checkpoint)
-    plan = plan_checkpoint(checkpoint, options)
+    plan = IsqPlan({}) if options is None else plan_checkpoint(checkpoint, options)
     result = planned_bytes(checkpoint, plan)
     with new_folder(out) as folder:
         # What stays in memory until it is written is a shard.
@@ -261,7 +270,7 @@ def quantize_checkpoint(
         writer = ShardWriter(folder)
         for ours, name in fit.names.items():
             value = apply_isq(plan, ours, checkpoint.source.read(name))
-            assert not isinstance(value, PermutedWeight), "quantized sources are refused"
+            assert not isinstance(value, PermutedWeight), "what is quantized so is refused before"
             writer.add(spec.saved(ours), value)
             reading.read(ours)
         _write_companions(checkpoint, folder)

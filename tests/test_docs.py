@@ -30,7 +30,8 @@ def runnable(page: Path) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_page_runs_as_written(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("scripts", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for language, setting, code in runnable(page):
         if NEEDS_DOWNLOAD in code or RUNS_THIS in code:
@@ -64,5 +65,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_pages_name_exist(page: Path) -> None:
     """A path in backticks below one of our folders is a real one."""
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"`((?:starquill|tests|tools|benchmarks|docs|scripts)/[\w./-]+)`", text):
+    for name in re.findall(
+        r"`((?:starquill|tests|tools|benchmarks|docs|scripts|examples)/[\w./-]+)`", text
+    ):
         assert (ROOT / name).exists(), f"{page.name} names {name}"

@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"isq", "calibration", "adapters", "anymoe"}),
     frozenset({"engine"}),
     frozenset({"quantizing"}),
-    frozenset({"requantizing"}),
+    frozenset({"requantizing", "merging"}),
     frozenset({"loading"}),
     frozenset({"server"}),
     frozenset({"cli"}),

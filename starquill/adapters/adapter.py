@@ -24,6 +24,7 @@ CONFIG, PEFT_FILE, MLX_FILE = (
     "adapter_model.safetensors",
     "adapters.safetensors",
 )
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -197,7 +198,9 @@ def _limited(items: Sequence[str], most: int = 20) -> list[str]:
 
 def unknown_modules(paths: Sequence[str], base: BaseModules, problems: Problems) -> None:
     """Note tensors that belong to no module of the model."""
-    if paths:
+    if experts := sorted(p for p in paths if base.spec.experts and _EXPERT.search(p)):
+        problems.unsupported.append(f"adapters on single experts ({listing(experts, 4)})")
+    if paths := [path for path in paths if path not in experts]:
         problems.add(
             f"{base.name} has no module for {listing(sorted(paths), 8)} (its last layer is "
             f"{base.layers - 1}; in a layer it has {', '.join(_kinds(base))})"

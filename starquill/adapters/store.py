@@ -16,6 +16,7 @@ import torch
 from starquill.adapters.adapter import Adapter, Base, BaseModules
 from starquill.adapters.fitting import fit
 from starquill.adapters.opening import open_adapter, weight_bytes
+from starquill.checkpoint.hub import locate_adapter
 from starquill.errors import BadRequestError, CapacityError, listing
 from starquill.nn.linear import Embedding
 from starquill.nn.lora import AdapterMix, LoraBank, LoraPart, RowsBank, RowsPart
@@ -105,12 +106,13 @@ class AdapterStore:
         self._mixes: OrderedDict[Hashable, AdapterMix] = OrderedDict()
 
     def load(self, alias: str, folder: str | Path) -> AdapterInfo:
-        """Load the adapter in `folder` as `alias`, in place of one that has this name.
+        """Load the adapter in `folder`, or of a hub id, as `alias`, in place of one of this name.
 
         Raises what `open_adapter` does, and CapacityError past a limit.
         """
         if not alias:
             raise BadRequestError("an adapter's alias is empty")
+        folder = locate_adapter(folder)
         if (size := weight_bytes(folder)) > self.limits.bytes:
             self._too_many(alias, f"{size:,} bytes", f"{self.limits.bytes:,}")
         base = BaseModules.of(self._base)
@@ -124,7 +126,7 @@ class AdapterStore:
             self._make_room(alias, adapter)
             self._clock += 1
             slot = self._free_slot()
-            resident = _Resident(alias, Path(folder), adapter, slot, self._clock)
+            resident = _Resident(alias, folder, adapter, slot, self._clock)
             resident.last_used = self._clock
             self._fill(base, slot, parts)
             if (old := self._by_alias.pop(alias, None)) is not None:

@@ -15,6 +15,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Faults of this machine, not of the network.
 _LOCAL_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 _SMALL_FILES, _WEIGHTS = ("*.json", "*.jinja"), ("*.json", "*.jinja", "*.safetensors")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapters.safetensors")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ def locate(model: str | Path, revision: str | None = None) -> ModelFiles:
         f"no model at {str(model)!r}: expected {EMBEDDED_MODEL!r}, a folder, a .safetensors or "
         ".gguf file, or a hub id such as bigcode/starcoder2-3b"
     )
+
+
+def locate_adapter(adapter: str | Path) -> Path:
+    """The folder of an adapter; that of a hub id is downloaded."""
+    hub_id = _as_hub_id(adapter)
+    return _expanded(adapter) if hub_id is None else _download(hub_id, None, ADAPTER_FILES)
 
 
 def _expanded(model: str | Path) -> Path:

@@ -18,6 +18,7 @@ from starquill.cli.bench import bench
 from starquill.cli.fill import fill
 from starquill.cli.generate import generate
 from starquill.cli.inspect import inspect
+from starquill.cli.merge import merge
 from starquill.cli.plan import plan
 from starquill.cli.quantize import quantize
 from starquill.cli.serve import serve
@@ -38,6 +39,7 @@ app.command()(fill)
 app.command()(inspect)
 app.command()(plan)
 app.command()(quantize)
+app.command()(merge)
 app.command()(bench)
 app.command()(serve)
 app.add_typer(evaluate.app, name="eval")

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from starquill.cli.options import ModelOptions, QuantizeOptions, expand_options
+from starquill.cli.options import AdapterOptions, ModelOptions, QuantizeOptions, expand_options
 from starquill.errors import BadRequestError, printable
 
 if TYPE_CHECKING:
+    from starquill.adapters.store import Lease
     from starquill.engine.bench import BenchPlan, Measurement, Subject
     from starquill.engine.loaded import LoadedModel
 
@@ -48,6 +49,7 @@ def bench(
     ] = None,
     model: ModelOptions = ModelOptions(),
     quantize: QuantizeOptions = QuantizeOptions(),
+    adapters: AdapterOptions = AdapterOptions(),
 ) -> int:
     """Measure prefill and decode rates over prompt length, depth and batch."""
     lengths = {"prompt": prompt, "depth": depth, "batch": batch}
@@ -57,9 +59,10 @@ def bench(
         raise BadRequestError(f"--threads is {threads} (expected 1 to {MOST_THREADS})")
     if plot is not None:
         _check_plot(plot)
+    acting = adapters.chosen()
     import torch
 
-    from starquill.cli.run import load_model
+    from starquill.cli.run import load_adapters, load_model
     from starquill.engine.bench import BenchPlan, subject
 
     plan = BenchPlan(prompts, depths, batches, tokens, rounds)
@@ -68,8 +71,9 @@ def bench(
         torch.set_num_threads(threads)
     loaded = load_model(model, quantize)
     plan.check_context(loaded.config.context_length)
-    found = _measure_all(loaded, plan)
-    about = subject(loaded)
+    with loaded.adapters.lease(load_adapters(loaded, acting)) as lease:
+        found = _measure_all(loaded, plan, lease)
+    about = replace(subject(loaded), adapters=acting)
     if plot is not None:
         _draw(about, found, plot)
     if json:
@@ -97,7 +101,7 @@ def _which(name: str | None, model: ModelOptions) -> ModelOptions:
     return replace(model, model=name)
 
 
-def _measure_all(loaded: LoadedModel, plan: BenchPlan) -> list[Measurement]:
+def _measure_all(loaded: LoadedModel, plan: BenchPlan, lease: Lease) -> list[Measurement]:
     from rich.console import Console
 
     from starquill.engine.bench import measure
@@ -106,7 +110,7 @@ def _measure_all(loaded: LoadedModel, plan: BenchPlan) -> list[Measurement]:
     with Console(stderr=True).status("") as status:  # shows itself on a terminal only
         for number, case in enumerate(cases, 1):
             status.update(f"measuring {case} ({number} of {len(cases)})")
-            found.append(measure(loaded, case, plan.rounds))
+            found.append(measure(loaded, case, plan.rounds, lease=lease))
     return found
 
 
@@ -133,8 +137,10 @@ def _describe(about: Subject) -> str:
     stored = "; ".join(f"{schemes}: {', '.join(names)}" for schemes, names in kinds.items())
     isa = about.instruction_set or "no native kernels"
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+    acting = ", ".join(f"{path}={weight:g}" for path, weight in about.adapters.items())
+    model = printable(f"{about.model} with {acting}" if acting else about.model)
     return (
-        f"{printable(about.model)}: {about.weight_bytes / 1e6:.1f} MB of weights a step\n"
+        f"{model}: {about.weight_bytes / 1e6:.1f} MB of weights a step\n"
         f"{stored}\n"
         f"threads: {about.threads}; {isa}; computing in {about.dtype}\n"
         f"{versions}\n"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from starquill.checkpoint.files import read_texts
-from starquill.cli.options import ModelOptions, QuantizeOptions, expand_options
+from starquill.cli.options import AdapterOptions, ModelOptions, QuantizeOptions, expand_options
 from starquill.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -34,17 +34,19 @@ def perplexity(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     model: ModelOptions = ModelOptions(),
     quantize: QuantizeOptions = QuantizeOptions(),
+    adapters: AdapterOptions = AdapterOptions(),
 ) -> int:
     """Bits per byte and perplexity on text, and the distance to a reference model."""
-    texts = read_texts(data, suffix)
-    from starquill.cli.run import load_model
+    texts, acting = read_texts(data, suffix), adapters.chosen()
+    from starquill.cli.run import load_adapters, load_model
     from starquill.engine.scoring import score_texts
     from starquill.loading import load
 
     if not any(texts):
         raise BadRequestError(f"{data} holds no text")
     reference = None if against is None else load(against)
-    score = score_texts(load_model(model, quantize), texts, reference)
+    loaded = load_model(model, quantize)
+    score = score_texts(loaded, texts, reference, load_adapters(loaded, acting))
     print(jsonlib.dumps(_as_json(score)) if json else _as_text(score))
     return 0
 

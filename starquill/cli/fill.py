@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +13,7 @@ import typer
 from starquill.checkpoint.files import read_text, write_atomically
 from starquill.cli.generate import read_prompt
 from starquill.cli.options import (
+    AdapterOptions,
     ModelOptions,
     QuantizeOptions,
     SamplingOptions,
@@ -84,6 +85,7 @@ def fill(
     model: ModelOptions = ModelOptions(),
     quantize: QuantizeOptions = QuantizeOptions(),
     xlora: XLoraOptions = XLoraOptions(),
+    adapters: AdapterOptions = AdapterOptions(),
     sampling: SamplingOptions = SamplingOptions(),
     show: ShowOptions = ShowOptions(),
 ) -> int:
@@ -95,12 +97,14 @@ def fill(
     if in_place and place.file is None:
         raise BadRequestError("--in-place needs FILE: there is no file to write into")
     files = [(path, read_text(path)) for path in context or ()]
-    from starquill.cli.run import load_model, run
+    acting = adapters.chosen()
+    from starquill.cli.run import load_adapters, load_model, run
     from starquill.engine.fim import fill_request
 
     loaded = load_model(model, quantize, xlora)
     hole = _hole(place, files, repo_name)
     request, trimmed = fill_request(loaded, hole, params, order=fim_order)
+    request = replace(request, adapter=load_adapters(loaded, acting))
     if trimmed:
         print(f"warning: left out to fit the context: {trimmed}", file=sys.stderr)
     if place.file is not None:

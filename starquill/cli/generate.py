@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from starquill.cli.options import (
+    AdapterOptions,
     GrammarOptions,
     ModelOptions,
     QuantizeOptions,
@@ -57,6 +58,7 @@ def generate(
     model: ModelOptions = ModelOptions(),
     quantize: QuantizeOptions = QuantizeOptions(),
     xlora: XLoraOptions = XLoraOptions(),
+    adapters: AdapterOptions = AdapterOptions(),
     sampling: SamplingOptions = SamplingOptions(),
     constraint: GrammarOptions = GrammarOptions(),
     show: ShowOptions = ShowOptions(),
@@ -66,9 +68,9 @@ def generate(
     show.check()
     xlora.check(show)
     text = read_prompt(prompt)
-    grammar = constraint.chosen()
+    grammar, acting = constraint.chosen(), adapters.chosen()
     # torch takes a second to import; mistakes in options are told before that.
-    from starquill.cli.run import load_model, run
+    from starquill.cli.run import load_adapters, load_model, run
     from starquill.engine.prompts import chat_request, plain_request
 
     loaded = load_model(model, quantize, xlora)
@@ -76,5 +78,5 @@ def generate(
         request = chat_request(loaded, [{"role": "user", "content": text}], params)
     else:
         request = plain_request(loaded, text, params, heal=heal, parse_special=parse_special)
-    request = replace(request, grammar=grammar)
+    request = replace(request, grammar=grammar, adapter=load_adapters(loaded, acting))
     return run(loaded, request, show, before="" if chat else text).exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from pygments.lexer import Lexer
 from pygments.lexers import find_lexer_class_for_filename, get_lexer_by_name
 from pygments.util import ClassNotFound
 
+from starquill.checkpoint.files import exists
 from starquill.engine.params import check_params
 from starquill.errors import BadRequestError
 from starquill.types import SamplingParams
@@ -150,6 +152,45 @@ class XLoraOptions:
         alone = self.xlora_freeze is not None or (show is not None and show.show_scalings)
         if self.xlora is None and alone:
             raise BadRequestError("--xlora-freeze and --show-scalings need --xlora")
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Adapters, each with its weight."""
+
+    adapter: Annotated[
+        list[str] | None,
+        _option(
+            "A LoRA adapter's folder or hub id, and how strongly it acts (1 if not told); may be "
+            "repeated.",
+            "--adapter",
+            metavar="PATH[=WEIGHT]",
+        ),
+    ] = None
+
+    def chosen(self) -> dict[str, float]:
+        """By path; BadRequestError for one that makes no sense."""
+        found: dict[str, float] = {}
+        for text in self.adapter or ():
+            path, weight = adapter_and_weight(text)
+            if path in found:
+                raise BadRequestError(f"--adapter {path} is given twice; give it one weight")
+            found[path] = weight
+        return found
+
+
+def adapter_and_weight(text: str) -> tuple[str, float]:
+    """`PATH=WEIGHT` or `PATH`, which may have a = of its own."""
+    path, equals, said = text.rpartition("=")
+    if not equals or exists(Path(text)):
+        path, said = text, "1"
+    try:
+        weight = float(said)
+    except ValueError:
+        path, weight = text, 1.0
+    if not path or not math.isfinite(weight):
+        raise BadRequestError(f"--adapter is {text!r} (expected PATH or PATH=WEIGHT, as lora=0.5)")
+    return path, weight
 
 
 @dataclass(frozen=True)

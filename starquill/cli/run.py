@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from starquill.adapters.store import AdapterLimits
 from starquill.checkpoint.tokenizer import Tokenizer
 from starquill.cli.options import ModelOptions, QuantizeOptions, ShowOptions, XLoraOptions
 from starquill.cli.printing import Printer, SilentPrinter, choose_printer
@@ -61,6 +62,16 @@ def load_model(
             xlora_freeze=xlora.xlora_freeze,
             on_progress=show,
         )
+
+
+def load_adapters(loaded: LoadedModel, chosen: Mapping[str, float]) -> Mapping[str, float]:
+    """Load adapters by their paths, which become their aliases."""
+    # Limits are for those whom a server lets in.
+    unlimited = AdapterLimits(len(chosen) + 1, sys.maxsize, sys.maxsize)
+    for path in chosen:
+        loaded.adapters.limits = unlimited
+        loaded.adapters.load(path, path)
+    return chosen
 
 
 def run(

@@ -20,6 +20,7 @@ from starquill.errors import BadRequestError, StarquillError, printable
 from starquill.types import EngineOptions, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
+    from starquill.adapters.store import AdapterLimits
     from starquill.engine.engine import Engine
     from starquill.server.options import ServerOptions
 
@@ -121,6 +122,56 @@ class WorkOptions:
         )
 
 
+@dataclass(frozen=True)
+class LoraOptions:
+    """Which adapters requests may pick, and whether they may load others."""
+
+    lora: Annotated[
+        list[str] | None,
+        _option("An adapter's folder or hub id; may be repeated.", metavar="ALIAS=PATH"),
+    ] = None
+    allow_lora_updates: Annotated[
+        bool, _option("Let requests load and unload adapters.", "--allow-lora-updates")
+    ] = False
+    lora_root: Annotated[
+        Path | None, _option("The folder below which they may name any.", metavar="DIR")
+    ] = None
+    max_loras: Annotated[int, _option("Adapters that may be loaded.")] = 16
+    max_lora_rank: Annotated[int, _option("An adapter's highest rank.")] = 256
+    max_lora_memory: Annotated[str, _option("Bytes of all.", metavar="SIZE")] = "8GiB"
+    evict_loras: Annotated[
+        bool, _option("Let those longest idle make room for others.", "--evict-loras")
+    ] = False
+
+    def chosen(self) -> dict[str, str]:
+        """Paths by alias; BadRequestError for options that make no sense."""
+        for name in ("max_loras", "max_lora_rank"):
+            if (value := getattr(self, name)) < 1:
+                option = name.replace("_", "-")
+                raise BadRequestError(f"--{option} is {value} (expected 1 or more)")
+        if self.allow_lora_updates != (self.lora_root is not None):
+            raise BadRequestError("--allow-lora-updates and --lora-root go together; give both")
+        if self.lora_root is not None and not self.lora_root.is_dir():
+            raise BadRequestError(f"--lora-root is {self.lora_root} (expected a folder)")
+        found: dict[str, str] = {}
+        for text in self.lora or ():
+            alias, _, path = text.partition("=")
+            if not alias or not path:
+                raise BadRequestError(f"--lora is {text!r} (expected ALIAS=PATH)")
+            if alias in found:
+                raise BadRequestError(f"--lora {alias} is given twice; choose another alias")
+            found[alias] = path
+        if len(found) > self.max_loras:
+            raise BadRequestError(f"{len(found)} adapters are given, --max-loras {self.max_loras}")
+        return found
+
+    def limits(self) -> AdapterLimits:
+        from starquill.adapters.store import AdapterLimits
+
+        most = size_of("--max-lora-memory", self.max_lora_memory)
+        return AdapterLimits(self.max_loras, self.max_lora_rank, most, self.evict_loras)
+
+
 @expand_options
 def serve(
     which: Annotated[
@@ -129,6 +180,7 @@ def serve(
     ] = None,
     listen: ListenOptions = ListenOptions(),
     work: WorkOptions = WorkOptions(),
+    lora: LoraOptions = LoraOptions(),
     model: ModelOptions = ModelOptions(),
     quantize: QuantizeOptions = QuantizeOptions(),
     xlora: XLoraOptions = XLoraOptions(),
@@ -136,7 +188,7 @@ def serve(
     """Serve a model over HTTP, with OpenAI's routes; ends with Ctrl-C."""
     listen.check()
     xlora.check()
-    engine_options, key = work.chosen(), listen.key()
+    engine_options, key, adapters = work.chosen(), listen.key(), lora.chosen()
     if which is not None:
         if model.model not in (ModelOptions().model, which):
             raise BadRequestError(f"two models are named, {which} and {model.model}; name one")
@@ -150,6 +202,7 @@ def serve(
     from starquill.server.options import ServerOptions
 
     loaded = load_model(model, quantize, xlora)
+    loaded.adapters.limits = lora.limits()
     engine = Engine(loaded, engine_options)
     warm_up(engine)
     own_name = loaded.folder.name if Path(loaded.name).exists() else loaded.name
@@ -162,7 +215,12 @@ def serve(
         aliases=(*names[1:], loaded.name),
         fim_order=listen.fim_order,
         hosts=(listen.host,) if is_local else None,
+        lora_root=lora.lora_root,
     )
+    for alias, path in adapters.items():
+        if alias in (*names, loaded.name):
+            raise BadRequestError(f"--lora {alias} is the model's own name; choose another alias")
+        loaded.adapters.load(alias, path)
     return _run(engine, options, listen)
 
 
@@ -275,6 +333,7 @@ def _print_block(engine: Engine, options: ServerOptions, listener: socket.socket
         "slots": settings.slots,
         "queue": settings.queue,
         "context": f"{context} tokens",
+        "adapters": ", ".join(one.alias for one in loaded.adapters.list()) or "none",
         "cache": f"at most {engine.stats().cache_bytes / 2**20:.1f} MiB",
     }
     for title, value in rows.items():

@@ -14,12 +14,14 @@ from typing import Literal
 import torch
 
 from starquill import __version__
+from starquill.adapters.store import Lease
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.runner import Runner
 from starquill.errors import BadRequestError, listing
 from starquill.kernels.native import native
 from starquill.nn.cache import blocks_for
 from starquill.nn.linear import Embedding, Linear
+from starquill.nn.lora import AdapterMix
 
 MOST_BATCH = 1024
 Clock = Callable[[], float]
@@ -140,6 +142,7 @@ class Subject:
     threads: int
     instruction_set: str | None  # None where the native kernels are missing
     versions: dict[str, str] = field(default_factory=dict)
+    adapters: dict[str, float] = field(default_factory=dict)
 
 
 def subject(loaded: LoadedModel) -> Subject:
@@ -170,10 +173,15 @@ def weight_bytes(loaded: LoadedModel) -> int:
 
 
 def measure(
-    loaded: LoadedModel, case: Case, rounds: int, clock: Clock = time.perf_counter
+    loaded: LoadedModel,
+    case: Case,
+    rounds: int,
+    clock: Clock = time.perf_counter,
+    *,
+    lease: Lease | None = None,
 ) -> Measurement:
-    """Run `case` once to warm up, then `rounds` times."""
-    run = _prefills(loaded, case) if case.kind == "prefill" else _decodes(loaded, case)
+    """Run `case` once to warm up, then `rounds` times; with the adapters of `lease` in all rows."""
+    run = (_prefills if case.kind == "prefill" else _decodes)(loaded, case, lease)
     seconds = []
     for _ in range(rounds + 1):
         action = next(run)
@@ -183,31 +191,36 @@ def measure(
     return Measurement(case, tuple(seconds[1:]), weight_bytes(loaded))
 
 
-def _prefills(loaded: LoadedModel, case: Case) -> Iterator[Callable[[], None]]:
+def _mix(loaded: LoadedModel, lease: Lease | None, rows: int) -> AdapterMix | None:
+    return loaded.adapters.mix_of([lease] * rows, [1] * rows)
+
+
+def _prefills(loaded: LoadedModel, case: Case, lease: Lease | None) -> Iterator[Callable[[], None]]:
     """Each prompt into a cache of its own, which grows as it does for a new request."""
-    ids = _random_ids(loaded, case.tokens)
+    ids, mix = _random_ids(loaded, case.tokens), _mix(loaded, lease, 1)
     while True:
         runner = Runner(loaded, blocks_for(case.tokens))
 
         def prefill(runner: Runner = runner) -> None:
-            runner.prefill(runner.cache.place(case.tokens), ids)
+            runner.prefill(runner.cache.place(case.tokens), ids, mix)
 
         yield prefill
 
 
-def _decodes(loaded: LoadedModel, case: Case) -> Iterator[Callable[[], None]]:
+def _decodes(loaded: LoadedModel, case: Case, lease: Lease | None) -> Iterator[Callable[[], None]]:
     """Each time from the same depth on."""
+    mix = _mix(loaded, lease, case.batch)
     span = case.depth + case.tokens
     runner = Runner(loaded, case.batch * blocks_for(span))
     places = [runner.cache.place(span) for _ in range(case.batch)]
     if case.depth:
         for place in places:
-            runner.prefill(place, _random_ids(loaded, case.depth))
+            runner.prefill(place, _random_ids(loaded, case.depth), _mix(loaded, lease, 1))
     steps = [_random_ids(loaded, case.batch) for _ in range(case.tokens)]
 
     def decode() -> None:
         for ids in steps:
-            runner.decode(places, [[token] for token in ids])
+            runner.decode(places, [[token] for token in ids], mix)
 
     while True:
         # Not computed again for every round, which would take longer than what is measured.

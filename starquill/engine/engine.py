@@ -6,7 +6,7 @@ import logging
 import operator
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -30,6 +30,8 @@ from starquill.types import (
 GREEDY = SamplingParams()
 DEFAULTS = EngineOptions()
 log = logging.getLogger("starquill")
+
+Adapter = str | Mapping[str, float] | None
 
 
 def _whole_numbers(ids: Iterable[object]) -> tuple[int, ...]:
@@ -118,17 +120,20 @@ class Engine:
         *,
         heal: bool = True,
         parse_special: bool = True,
+        adapter: Adapter = None,
     ) -> Generation:
         """Start a request; iterate over the result for its `Delta`s.
 
         A string is completed at its end (`heal` and `parse_special` as in `plain_request`), a
-        `Hole` is filled, a sequence of token ids is run as it is. `params` belongs to those; a
-        `GenerateRequest` has its own. Raises BadRequestError or CapacityError before anything
-        is computed.
+        `Hole` is filled, a sequence of token ids is run as it is. `params` and `adapter` (a loaded
+        one's alias, or several with their weights) belong to those; a `GenerateRequest` has its
+        own. Raises BadRequestError or CapacityError before anything is computed.
         """
         if isinstance(request, GenerateRequest):
-            if params is not None:
-                raise BadRequestError("a GenerateRequest has its own params; give no others")
+            if params is not None or adapter is not None:
+                raise BadRequestError(
+                    "a GenerateRequest has its own params and adapter; give no others"
+                )
             return self._start(request)
         params = GREEDY if params is None else params
         if not isinstance(params, SamplingParams):
@@ -143,7 +148,7 @@ class Engine:
                 log.warning("left out to fit the context: %s", trimmed)
         else:
             made = GenerateRequest(new_request_id(), _whole_numbers(request), params)
-        return self._start(made)
+        return self._start(replace(made, adapter=adapter))
 
     def _start(self, request: GenerateRequest) -> Generation:
         return Generation(self, lambda deliver: self.submit(request, deliver))
@@ -155,18 +160,30 @@ class Engine:
         *,
         heal: bool = True,
         parse_special: bool = True,
+        adapter: Adapter = None,
     ) -> str:
         """The text that follows `prompt`, beginning exactly where it ends."""
-        generation = self.generate(prompt, params, heal=heal, parse_special=parse_special)
+        generation = self.generate(
+            prompt, params, heal=heal, parse_special=parse_special, adapter=adapter
+        )
         return _text(generation)
 
-    def fill(self, hole: Hole, params: SamplingParams | None = None) -> str:
+    def fill(
+        self, hole: Hole, params: SamplingParams | None = None, *, adapter: Adapter = None
+    ) -> str:
         """The text that belongs into `hole`; what does not fit the context is left out."""
-        return _text(self.generate(hole, params))
+        return _text(self.generate(hole, params, adapter=adapter))
 
-    def chat(self, messages: SequenceOf[Message], params: SamplingParams = GREEDY) -> str:
+    def chat(
+        self,
+        messages: SequenceOf[Message],
+        params: SamplingParams = GREEDY,
+        *,
+        adapter: Adapter = None,
+    ) -> str:
         """The model's answer to `messages`, for models with a chat template."""
-        return _text(self.generate(chat_request(self.model, messages, params)))
+        request = chat_request(self.model, messages, params)
+        return _text(self.generate(replace(request, adapter=adapter)))
 
 
 def _text(deltas: Iterable[Delta]) -> str:

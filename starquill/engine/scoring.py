@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from starquill.engine.loaded import LoadedModel
 from starquill.engine.runner import Runner
 from starquill.errors import BadRequestError
 from starquill.nn.cache import blocks_for
+from starquill.nn.lora import AdapterMix
 
 CHUNK = 256
 WINDOW = 4096
@@ -58,21 +59,26 @@ class Score:
         )
 
 
-def log_probabilities(loaded: LoadedModel, ids: Sequence[int]) -> Iterator[Tensor]:
+def log_probabilities(
+    loaded: LoadedModel, ids: Sequence[int], mix: AdapterMix | None = None
+) -> Iterator[Tensor]:
     """log p `[t, V]` of the token after each of `ids`, chunk by chunk."""
     runner = Runner(loaded, blocks_for(len(ids)), CHUNK)
-    for logits in runner.score(runner.cache.place(len(ids)), ids):
+    for logits in runner.score(runner.cache.place(len(ids)), ids, mix):
         yield logits.log_softmax(-1)
 
 
 def score_texts(
-    loaded: LoadedModel, texts: Iterable[str], against: LoadedModel | None = None
+    loaded: LoadedModel,
+    texts: Iterable[str],
+    against: LoadedModel | None = None,
+    adapters: Mapping[str, float] | None = None,
 ) -> Score:
     """Score each text from its own start, over windows that overlap by half.
 
     Each token is scored once, with at least half a window before it (or the text's start). A
     text begins after the end-of-text token, as in training. `against` is a reference model with
-    the same vocabulary.
+    the same vocabulary. `adapters` act on `loaded` alone, each with its weight.
     """
     tokenizer = loaded.require_tokenizer()
     if against is not None and against.config.vocab_size != loaded.config.vocab_size:
@@ -87,7 +93,19 @@ def score_texts(
     window = min(WINDOW, *(model.config.context_length for model in both))
     if window < 2:
         raise BadRequestError("a context of one token predicts nothing")
-    total = Score()
+    with loaded.adapters.lease(adapters or {}) as lease:
+        mix = loaded.adapters.mix_of([lease], [1])
+        return _score_all(loaded, texts, window, against, mix)
+
+
+def _score_all(
+    loaded: LoadedModel,
+    texts: Iterable[str],
+    window: int,
+    against: LoadedModel | None,
+    mix: AdapterMix | None,
+) -> Score:
+    tokenizer, total = loaded.require_tokenizer(), Score()
     for text in texts:
         start_id = min(loaded.end_ids, default=0)
         ids = [start_id, *tokenizer.encode(text)]
@@ -96,16 +114,20 @@ def score_texts(
         while done < len(ids):
             first = max(0, done - window // 2)
             end = min(first + window, len(ids))
-            total += _score_window(loaded, ids[first:end], done - first, against)
+            total += _score_window(loaded, ids[first:end], done - first, against, mix)
             done = end
     return total
 
 
 def _score_window(
-    loaded: LoadedModel, ids: list[int], known: int, against: LoadedModel | None
+    loaded: LoadedModel,
+    ids: list[int],
+    known: int,
+    against: LoadedModel | None,
+    mix: AdapterMix | None,
 ) -> Score:
     """Score `ids[known:]`; those before are context."""
-    ours = log_probabilities(loaded, ids[:-1])
+    ours = log_probabilities(loaded, ids[:-1], mix)
     theirs = None if against is None else log_probabilities(against, ids[:-1])
     total = Score(compared=against is not None)
     position = 1  # of the token that a row of log probabilities is about

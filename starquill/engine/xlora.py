@@ -62,7 +62,7 @@ class ScalingPass:
         self._runner = runner
 
     def check(self, request: GenerateRequest) -> None:
-        if request.adapter is not None:
+        if request.adapters:
             raise BadRequestError(
                 "the model has an X-LoRA, which weighs its own adapters; give no adapter"
             )

@@ -15,7 +15,17 @@ from starlette.responses import Response
 
 from starquill import __version__
 from starquill.engine.engine import Engine
-from starquill.server import chat, completions, health, llamacpp, metrics, models, ollama, page
+from starquill.server import (
+    adapters,
+    chat,
+    completions,
+    health,
+    llamacpp,
+    metrics,
+    models,
+    ollama,
+    page,
+)
 from starquill.server.errors import ApiError, as_api_error
 from starquill.server.metrics import MeasuredEngine, Metrics
 from starquill.server.middleware import REQUEST_ID, Guard, Record
@@ -26,6 +36,7 @@ ROUTES = (
     completions.router,
     chat.router,
     models.router,
+    adapters.router,
     llamacpp.router,
     ollama.router,
     health.router,

@@ -15,14 +15,13 @@ from starlette.responses import JSONResponse, Response
 
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.prompts import chat_request, new_request_id
+from starquill.server.adapters import adapter_of, name_of
 from starquill.server.body import check_length, context_length
 from starquill.server.chat_schema import ChatBody
 from starquill.server.errors import ApiError, as_api_error
 from starquill.server.guided import restricted
 from starquill.server.legacy_logprobs import LEAST_LOGPROB
 from starquill.server.metrics import MeasuredEngine
-from starquill.server.models import require_model
-from starquill.server.options import ServerOptions
 from starquill.server.schema import derived_seed
 from starquill.server.stream import event, streamed, unless_client_leaves
 from starquill.server.together import Together
@@ -38,15 +37,15 @@ router = APIRouter()
 async def chat(body: ChatBody, http: Request) -> Response:
     """Answer the last of `messages`, by the model's own chat template."""
     engine: MeasuredEngine = http.app.state.engine
-    options: ServerOptions = http.app.state.options
-    require_model(options, body.model)
+    adapter = adapter_of(http, body.adapter, body.model)
     # Rendering, tokenizing and compiling a grammar take long for some bodies.
     requests = await run_in_threadpool(_requests, engine, body)
+    requests = [replace(request, adapter=adapter) for request in requests]
     most = engine.options.slots + engine.options.queue
     if len(requests) > most:
         raise ApiError(400, f"n is {body.n} (this server runs at most {most} at once)", "n")
     work = Together(engine, requests)
-    answer = _Answer(options.name, engine.model, requests, work)
+    answer = _Answer(name_of(http, adapter), engine.model, requests, work)
     try:
         if not body.stream:
             return JSONResponse(await unless_client_leaves(http, _whole(answer)))

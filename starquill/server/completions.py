@@ -19,13 +19,13 @@ from starquill.engine.loaded import LoadedModel
 from starquill.engine.params import check_params
 from starquill.engine.prompts import new_request_id, plain_request
 from starquill.errors import BadRequestError, BusyError, CapacityError, UnsupportedError
+from starquill.server.adapters import adapter_of, name_of
 from starquill.server.body import check_length, context_length
 from starquill.server.completion_schema import CompletionBody
 from starquill.server.errors import ApiError, as_api_error
 from starquill.server.guided import restricted
 from starquill.server.legacy_logprobs import LegacyLogprobs
 from starquill.server.metrics import MeasuredEngine
-from starquill.server.models import require_model
 from starquill.server.schema import derived_seed
 from starquill.server.stream import event, streamed, unless_client_leaves
 from starquill.server.together import Together
@@ -53,18 +53,19 @@ class Plan:
 async def completions(body: CompletionBody, http: Request) -> Response:
     """Complete a prompt at its end or, with `suffix`, in the middle."""
     engine: MeasuredEngine = http.app.state.engine
-    require_model(http.app.state.options, body.model)
+    adapter = adapter_of(http, body.adapter, body.model)
     _check_combination(body, engine)
     body.fim_order = body.fim_order or http.app.state.options.fim_order
     # A long prompt takes a while to tokenize; others' streams go on meanwhile.
     plan = await asyncio.to_thread(plan_of, engine.model, body, context_length(engine))
+    plan = replace(plan, requests=tuple(replace(r, adapter=adapter) for r in plan.requests))
     try:
         work = Together(engine, plan.requests)
     except BusyError:
         raise
     except (BadRequestError, CapacityError) as error:
         raise ApiError(400, str(error), "prompt") from None
-    answer = Answer(plan, work, engine.model, http.app.state.options.name)
+    answer = Answer(plan, work, engine.model, name_of(http, adapter))
     try:
         if not body.stream:
             return JSONResponse(await unless_client_leaves(http, answer.whole()))

@@ -16,6 +16,7 @@ from starquill import __version__
 from starquill.checkpoint.tokenizer import Tokenizer
 from starquill.engine.fim import FillOrder, Trimmed, fill_request
 from starquill.engine.prompts import new_request_id, plain_request
+from starquill.server.adapters import adapter_of_llamacpp
 from starquill.server.body import (
     check_length,
     check_template,
@@ -217,9 +218,10 @@ async def _answer(
 ) -> Response:
     engine: MeasuredEngine = http.app.state.engine
     name = http.app.state.options.name
-    silent = body.limit == 0
+    silent, adapter = body.limit == 0, adapter_of_llamacpp(http, body)
     shape = Shape(engine.model, name, context_length(engine), body, silent, truncated)
-    several = [_again(r, n) for r in requests for n in range(body.n_cmpl or 1)]
+    acting = [replace(request, adapter=adapter) for request in requests]
+    several = [_again(r, n) for r in acting for n in range(body.n_cmpl or 1)]
     if body.stream and len(several) > 1:
         raise ApiError(400, "stream is true with several answers (expected one prompt)", "stream")
     works = submit_all(engine, several)

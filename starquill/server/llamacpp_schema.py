@@ -12,7 +12,7 @@ from starquill.engine.grammar import json_schema_grammar, lark_grammar
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import BadRequestError
 from starquill.server.guided import chosen_grammar
-from starquill.server.schema import FAIL_FAST, Number, Stops, check_biases
+from starquill.server.schema import FAIL_FAST, Number, PickedAdapter, Stops, check_biases
 from starquill.types import SamplingParams
 
 NEVER = -1e9
@@ -35,6 +35,11 @@ Strings = Annotated[list[str], FAIL_FAST]
 Pair = Annotated[list[StrictInt | bool | float | str], FAIL_FAST]
 Biases = dict[str, float | bool] | Annotated[list[Pair], FAIL_FAST]
 T = TypeVar("T")
+
+
+class LoraScale(BaseModel):
+    id: StrictInt
+    scale: Number = 0.0
 
 
 class Options(BaseModel):
@@ -66,6 +71,11 @@ class Options(BaseModel):
     stream: bool | None = None
     return_tokens: bool | None = None
     response_fields: Strings | None = None
+    model: str | None = Field(default=None, description="an adapter's alias; others are ignored")
+    adapter: PickedAdapter = None
+    lora: Annotated[list[LoraScale], FAIL_FAST] | None = Field(
+        default=None, description="by /lora-adapters' ids"
+    )
 
     @property
     def limit(self) -> int:

@@ -27,20 +27,25 @@ def is_served(options: ServerOptions, name: str | None) -> bool:
     return not name or name.removesuffix(DEFAULT_TAG) in names
 
 
-def _facts(http: Request) -> dict[str, Any]:
+def _facts(http: Request) -> dict[str, dict[str, Any]]:
+    """The model and its adapters, by name; an adapter's `parent` is the model."""
     name, since = http.app.state.options.name, http.app.state.started
-    return {"id": name, "object": "model", "created": since, "owned_by": "starquill"}
+    one = {"id": name, "object": "model", "created": since, "owned_by": "starquill"}
+    adapters = http.app.state.engine.model.adapters.list()
+    return {name: one} | {a.alias: {**one, "id": a.alias, "parent": name} for a in adapters}
 
 
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
-    """The model that is served, as a list."""
-    return {"object": "list", "data": [_facts(http)]}
+    """The model that is served and its adapters, as a list."""
+    return {"object": "list", "data": list(_facts(http).values())}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, http: Request) -> dict[str, Any]:
-    """The model that is served, by its name or an alias."""
+    """The model that is served, by its name or an alias; or one of its adapters."""
+    if (adapter := _facts(http).get(name)) is not None:
+        return adapter
     require_model(http.app.state.options, name)
-    return _facts(http)
+    return _facts(http)[http.app.state.options.name]

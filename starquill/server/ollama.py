@@ -19,6 +19,7 @@ from starquill import __version__
 from starquill.engine.fim import FillOrder, fill_request
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.prompts import chat_request, new_request_id, plain_request
+from starquill.server.adapters import alias_of, aliases
 from starquill.server.body import (
     check_length,
     check_template,
@@ -130,8 +131,9 @@ async def show(http: Request) -> Response:
 @router.head("/tags", include_in_schema=False)
 @router.get("/tags")
 async def tags(http: Request) -> dict[str, Any]:
-    """The model, as a list of one."""
-    return {"models": [card(http.app.state.engine.model, http.app.state.options.name)]}
+    """The model, and its adapters."""
+    names = (http.app.state.options.name, *aliases(http))
+    return {"models": [card(http.app.state.engine.model, name) for name in names]}
 
 
 @router.get("/ps")
@@ -269,6 +271,7 @@ class Answer:
 
 async def _respond(http: Request, body: Body, request: GenerateRequest, answer: Answer) -> Response:
     started = time.perf_counter()
+    request = replace(request, adapter=alias_of(http, answer.name))
     work = Submitted(http.app.state.engine, request)
     if body.stream is not False:
         lines = _lines(answer, work, started)
@@ -302,8 +305,10 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _known(http: Request, model: str | None) -> str:
-    """The served model's name; 404 for another."""
+    """The served model's name, or an adapter's; 404 for another. Clients may add a tag."""
     name: str = http.app.state.options.name
+    if model and (alias := alias_of(http, model.removesuffix(":latest"))):
+        return alias
     if is_served(http.app.state.options, model):
         return name
     raise ApiError(404, f"model {model!r:.60} not found (this server has {name!r})", "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -11,7 +12,8 @@ class ServerOptions:
     """`name` is the model's in answers; requests may also name it by one of `aliases`. Without
     `api_key` everyone may ask. `cors` origins may call from a browser; none by default. A body
     may have `most_body_bytes`. `fim_order` is that of fills which do not ask for one. Where `hosts`
-    is given, the address is a loopback one: requests must name it so, or by one of these.
+    is given, the address is a loopback one: requests must name it so, or by one of these. Adapters
+    may be loaded and unloaded by requests where there is a `lora_root`, from below it alone.
     """
 
     name: str
@@ -21,3 +23,4 @@ class ServerOptions:
     fim_order: Literal["psm", "spm"] = "psm"
     aliases: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
+    lora_root: Path | None = None

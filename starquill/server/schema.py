@@ -32,6 +32,9 @@ def check_biases(biases: Any) -> Any:
     return biases
 
 
+PickedAdapter = str | dict[str, Number] | None
+
+
 class Body(BaseModel):
     """A JSON object of a request, or one within it."""
 
@@ -63,6 +66,7 @@ class SamplingBody(Body):
         {}, description="Token ids, written as strings."
     )
     skip_special_tokens: bool = Field(True, description="false shows control tokens in the text.")
+    adapter: PickedAdapter = Field(None, description="A loaded adapter, or weights of several.")
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -75,9 +75,9 @@ def test_json_has_every_measurement_and_its_subject(folder: Path, capsys: Captur
 def _one_second_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     real = bench.measure
 
-    def measured(*arguments: Any) -> Any:
+    def measured(*arguments: Any, lease: Any) -> Any:
         ticks = iter(range(1000))
-        return real(*arguments, clock=lambda: float(next(ticks)))
+        return real(*arguments, lease=lease, clock=lambda: float(next(ticks)))
 
     monkeypatch.setattr(bench, "measure", measured)
 

@@ -31,15 +31,15 @@ class Recorder(Runner):
 
     calls: list[tuple[Any, ...]]
 
-    def prefill(self, place: Any, ids: Any) -> torch.Tensor:
+    def prefill(self, place: Any, ids: Any, mix: Any = None) -> torch.Tensor:
         self.calls.append(("prefill", place.table[0], len(ids), place.length, place.span))
-        return super().prefill(place, ids)
+        return super().prefill(place, ids, mix)
 
-    def decode(self, places: Any, ids: Any) -> torch.Tensor:
+    def decode(self, places: Any, ids: Any, mix: Any = None) -> torch.Tensor:
         assert all(len(new) == 1 for new in ids)
         rows = [(place.table[0], place.length, place.span) for place in places]
         self.calls.append(("decode", rows))
-        return super().decode(places, ids)
+        return super().decode(places, ids, mix)
 
 
 @pytest.fixture
