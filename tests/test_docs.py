@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 # Blocks that fetch a model of many gigabytes, or run this very test suite, cannot run here.
 NEEDS_DOWNLOAD = "bigcode/"
 RUNS_THIS = "./scripts/test"
+NEEDS = "needs="  # a module that a block needs, which may not be installed
 
 
 def runnable(page: Path) -> list[tuple[str, str, str]]:
@@ -35,6 +37,8 @@ def test_page_runs_as_written(page: Path, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for language, setting, code in runnable(page):
         if NEEDS_DOWNLOAD in code or RUNS_THIS in code:
+            continue
+        if setting.startswith(NEEDS) and find_spec(setting.removeprefix(NEEDS)) is None:
             continue
         if setting.startswith("file="):
             (tmp_path / setting.removeprefix("file=")).write_text(code, encoding="utf-8")

@@ -26,6 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"requantizing", "merging"}),
     frozenset({"loading"}),
     frozenset({"server"}),
+    frozenset({"batch"}),
     frozenset({"cli"}),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

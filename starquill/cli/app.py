@@ -14,6 +14,7 @@ import typer
 
 from starquill import StarquillError, __version__
 from starquill.cli import evaluate
+from starquill.cli.batch import batch
 from starquill.cli.bench import bench
 from starquill.cli.fill import fill
 from starquill.cli.generate import generate
@@ -42,6 +43,7 @@ app.command()(quantize)
 app.command()(merge)
 app.command()(bench)
 app.command()(serve)
+app.command()(batch)
 app.add_typer(evaluate.app, name="eval")
 
 

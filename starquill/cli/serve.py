@@ -8,7 +8,9 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,10 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from starquill.cli.options import ModelOptions, QuantizeOptions, XLoraOptions, expand_options
+from starquill.cli.ray_options import RayOptions
 from starquill.errors import BadRequestError, StarquillError, printable
 from starquill.types import EngineOptions, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from starquill.adapters.store import AdapterLimits
     from starquill.engine.engine import Engine
     from starquill.server.options import ServerOptions
@@ -184,44 +189,72 @@ def serve(
     model: ModelOptions = ModelOptions(),
     quantize: QuantizeOptions = QuantizeOptions(),
     xlora: XLoraOptions = XLoraOptions(),
+    ray: RayOptions = RayOptions(),
 ) -> int:
     """Serve a model over HTTP, with OpenAI's routes; ends with Ctrl-C."""
     listen.check()
     xlora.check()
-    engine_options, key, adapters = work.chosen(), listen.key(), lora.chosen()
+    # Mistakes are told before a model is loaded.
+    work.chosen(), listen.key(), lora.chosen()
     if which is not None:
         if model.model not in (ModelOptions().model, which):
             raise BadRequestError(f"two models are named, {which} and {model.model}; name one")
         model = replace(model, model=which)
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
         raise BadRequestError("serving needs more packages; pip install 'starquill[serve]'")
+    cluster, loading = ray.chosen(), LoadingOptions(model, quantize, xlora, lora)
     with bound(listen.host, listen.port) as early:  # rather told now than after minutes of loading
         is_local = ip_address(early.getsockname()[0]).is_loopback
+    hosts = (listen.host,) if is_local else None
+    if cluster is not None:
+        from starquill.cli.serve_ray import serve_on_ray
+
+        return serve_on_ray(listen, work, loading, cluster, hosts)
+    return _run(*prepared(listen, work, loading, hosts), listen)
+
+
+@dataclass(frozen=True)
+class LoadingOptions:
+    """All that says which model is loaded, and how."""
+
+    model: ModelOptions
+    quantize: QuantizeOptions
+    xlora: XLoraOptions
+    lora: LoraOptions
+
+
+def prepared(
+    listen: ListenOptions,
+    work: WorkOptions,
+    loading: LoadingOptions,
+    hosts: tuple[str, ...] | None = None,
+) -> tuple[Engine, ServerOptions]:
+    """An engine that has shown that it works, and what its application is told."""
     from starquill.cli.run import load_model
     from starquill.engine.engine import Engine
     from starquill.server.options import ServerOptions
 
-    loaded = load_model(model, quantize, xlora)
-    loaded.adapters.limits = lora.limits()
-    engine = Engine(loaded, engine_options)
+    loaded = load_model(loading.model, loading.quantize, loading.xlora)
+    loaded.adapters.limits = loading.lora.limits()
+    engine = Engine(loaded, work.chosen())
     warm_up(engine)
     own_name = loaded.folder.name if Path(loaded.name).exists() else loaded.name
     names = [*(listen.name or ()), own_name]
     options = ServerOptions(
         name=names[0],
-        api_key=key,
+        api_key=listen.key(),
         cors=tuple(listen.cors or ()),
         most_body_bytes=listen.max_body_bytes(),
         aliases=(*names[1:], loaded.name),
         fim_order=listen.fim_order,
-        hosts=(listen.host,) if is_local else None,
-        lora_root=lora.lora_root,
+        hosts=hosts,
+        lora_root=loading.lora.lora_root,
     )
-    for alias, path in adapters.items():
+    for alias, path in loading.lora.chosen().items():
         if alias in (*names, loaded.name):
             raise BadRequestError(f"--lora {alias} is the model's own name; choose another alias")
         loaded.adapters.load(alias, path)
-    return _run(engine, options, listen)
+    return engine, options
 
 
 def size_of(option: str, text: str) -> int:
@@ -270,44 +303,58 @@ def warm_up(engine: Engine) -> None:
 
 def _run(engine: Engine, options: ServerOptions, listen: ListenOptions) -> int:
     """Serve until a signal ends it; 0 unless the engine's thread ended before."""
-    import uvicorn
-
     from starquill.engine.loop import EngineLoop
     from starquill.server.app import create_app
 
-    _log_accesses()
     with bound(listen.host, listen.port) as listener, EngineLoop(engine) as loop:
-        announced = False
-
-        async def watch() -> None:
-            nonlocal announced
-            if not announced:  # the first time is when the server has started
-                announced = True
-                _print_block(engine, options, listener)
-            if not loop.is_alive:  # nobody would answer what still waits
-                server.should_exit = server.force_exit = True
-
-        def leave(*_: object) -> None:
-            server.should_exit = True
-
         app = create_app(engine, options, lambda: loop.is_alive)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=listen.drain_seconds,
-            callback_notify=watch,
-            timeout_notify=1,
-        )
-        server = uvicorn.Server(config)
-        # uvicorn has handlers of its own, and repeats a signal to ours when it has ended.
-        before = {kind: signal.signal(kind, leave) for kind in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            server.run([listener])
-        finally:
-            for kind, handler in before.items():
-                signal.signal(kind, handler)
+        announce = partial(_print_block, engine, options, listener)
+        listen_until_signal(app, listener, listen, announce, lambda: loop.is_alive)
         return 0 if loop.is_alive else OUR_ERROR
+
+
+def listen_until_signal(
+    app: ASGIApp,
+    listener: socket.socket,
+    listen: ListenOptions,
+    announce: Callable[[], None],
+    is_alive: Callable[[], bool] = lambda: True,
+) -> None:
+    """Serve until a signal comes, or there is nobody any more who would answer."""
+    import uvicorn
+
+    _log_accesses()
+    announced = False
+
+    async def watch() -> None:
+        nonlocal announced
+        if not announced:  # the first time is when the server has started
+            announced = True
+            announce()
+        if not is_alive():  # nobody would answer what still waits
+            server.should_exit = server.force_exit = True
+
+    def leave(*_: object) -> None:
+        server.should_exit = True
+
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=listen.drain_seconds,
+        callback_notify=watch,
+        timeout_notify=1,
+    )
+    server = uvicorn.Server(config)
+    # uvicorn has handlers of its own, and repeats a signal to ours when it has ended.
+    before = {kind: signal.signal(kind, leave) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run([listener])
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 def _log_accesses() -> None:
@@ -319,22 +366,31 @@ def _log_accesses() -> None:
     access.propagate = False
 
 
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def print_rows(rows: Mapping[str, str]) -> None:
+    for title, value in rows.items():
+        print(f"{title + ':':<9} {printable(value)}", flush=True)
+
+
 def _print_block(engine: Engine, options: ServerOptions, listener: socket.socket) -> None:
     from starquill.engine.bench import subject
 
-    host, port = listener.getsockname()[:2]
     loaded, settings, about = engine.model, engine.options, subject(engine.model)
     schemes = {scheme for counts in about.schemes.values() for scheme in counts}
     context = settings.context or loaded.config.context_length
-    rows = {
-        "address": f"http://{f'[{host}]' if ':' in host else host}:{port}",
-        "model": f"{options.name} ({loaded.folder})",
-        "weights": f"{', '.join(sorted(schemes))}; {about.weight_bytes / 1e6:.1f} MB a step",
-        "slots": settings.slots,
-        "queue": settings.queue,
-        "context": f"{context} tokens",
-        "adapters": ", ".join(one.alias for one in loaded.adapters.list()) or "none",
-        "cache": f"at most {engine.stats().cache_bytes / 2**20:.1f} MiB",
-    }
-    for title, value in rows.items():
-        print(f"{title + ':':<9} {printable(str(value))}", flush=True)
+    print_rows(
+        {
+            "address": address_of(listener),
+            "model": f"{options.name} ({loaded.folder})",
+            "weights": f"{', '.join(sorted(schemes))}; {about.weight_bytes / 1e6:.1f} MB a step",
+            "slots": str(settings.slots),
+            "queue": str(settings.queue),
+            "context": f"{context} tokens",
+            "adapters": ", ".join(one.alias for one in loaded.adapters.list()) or "none",
+            "cache": f"at most {engine.stats().cache_bytes / 2**20:.1f} MiB",
+        }
+    )

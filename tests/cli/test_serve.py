@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Served:
     """A `starquill serve` of its own process that has started."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], last: str = "cache") -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "starquill", "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE,
@@ -51,7 +51,7 @@ class Served:
         for line in self.process.stdout:
             name, _, value = line.partition(":")
             self.block[name] = value.strip()
-            if name == "cache":
+            if name == last:
                 break
         if not self.block:
             raise AssertionError(self.process.communicate()[1])
