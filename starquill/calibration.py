@@ -7,12 +7,13 @@ from llama.cpp's importance matrix.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import struct
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +45,31 @@ Importances = Mapping[str, Tensor]
 class Moments:
     """By weight name: mean squares `[in]` or `[E, in]` of inputs; of some, products in blocks.
 
-    `products` are `[in/n, n, n]`: means of x xᵀ within each run of n inputs.
+    `products` are `[in/n, n, n]`, or `[E, in/n, n, n]`: means of x xᵀ within each run of n inputs.
+    `unseen` are the experts of a stack that had too few tokens to tell; their squares are ones.
     """
 
     squares: Mapping[str, Tensor]
     products: Mapping[str, Tensor]
+    unseen: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def after(self, other: Moments) -> Moments:
         """Those of `other` and these."""
-        return Moments({**other.squares, **self.squares}, {**other.products, **self.products})
+        return Moments(
+            {**other.squares, **self.squares},
+            {**other.products, **self.products},
+            {**other.unseen, **self.unseen},
+        )
 
 
 TOKENS = 32_768
 _LEAST_SHARE = 256  # tokens of one text; with fewer, its beginning is all that is seen
 _MOST_CHARACTERS = 32  # of a token on average, so that a long text is not encoded whole
 _CHUNK = 512
+# Of so few tokens an expert's moments are chance: it is quantized without.
+FEWEST_TOKENS = 16
+# Products of a stack of many experts would take more memory than its layer.
+_MOST_PRODUCTS = 256 << 20  # bytes
 
 
 def cut(
@@ -84,20 +95,38 @@ def cut(
 
 
 class _Products:
-    """Adds up x xᵀ within blocks of inputs."""
+    """Adds up x xᵀ within blocks of inputs; of a stack, for each expert."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, shape: Sequence[int]) -> None:
+        *lead, _, width = shape
         self._block = block_width(width)
-        self._sums = torch.zeros(width // self._block, self._block, self._block)
+        self._sums = torch.zeros(*lead, width // self._block, self._block, self._block)
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> _Products | None:
+        """None for a matrix that has no blocks, or a stack of too many."""
+        *lead, _, width = shape
+        block = block_width(width)
+        size = 4 * math.prod(lead) * width * block
+        return None if block == 0 or (lead and size > _MOST_PRODUCTS) else cls(shape)
 
     def add(self, x: Tensor) -> None:
         """`x` is `[N, in]`."""
-        blocks = x.float().unflatten(1, (-1, self._block)).transpose(0, 1)  # [in/n, N, n]
-        self._sums.baddbmm_(blocks.transpose(1, 2), blocks)
+        self._add(self._sums, x)
 
-    def mean(self, count: int) -> Tensor:
-        """`[in/n, n, n]`, in a file without a name: those of a whole model may be large."""
-        values = (self._sums / count).numpy()
+    def add_grouped(self, x: Tensor, counts: Sequence[int]) -> None:
+        """`x` is `[N, in]` in the order of its experts."""
+        for expert, rows in enumerate(x.split(list(counts))):
+            if len(rows):
+                self._add(self._sums[expert], rows)
+
+    def _add(self, sums: Tensor, x: Tensor) -> None:
+        blocks = x.float().unflatten(1, (-1, self._block)).transpose(0, 1)  # [in/n, N, n]
+        sums.baddbmm_(blocks.transpose(1, 2), blocks)
+
+    def mean(self, count: Tensor) -> Tensor:
+        """`[..., in/n, n, n]`, in a file without a name: those of a whole model may be large."""
+        values = (self._sums / count.clamp_min(1)[..., None, None, None]).numpy()
         with tempfile.TemporaryFile() as file:
             mapped = np.memmap(file, values.dtype, "w+", shape=values.shape)
         mapped[:] = values
@@ -107,27 +136,19 @@ class _Products:
 class _Watching:
     """A weight that adds up the squares of what it is multiplied with, before it is.
 
-    And `products`, where they are given.
-
-    Of stacked experts `[E, out, in]` each is watched on its own: `weight[e]` is what counts.
+    And `products`, where they are given. Of stacked experts each is watched on its own.
     """
 
     products: _Products | None = None
 
-    def __init__(self, inner: Any, squares: Tensor | None = None, count: Tensor | None = None):
+    def __init__(self, inner: Any) -> None:
         lead, width = inner.shape[:-2], inner.shape[-1]
         self.inner = inner
-        self.squares = (
-            torch.zeros(*lead, width, dtype=torch.float64) if squares is None else squares
-        )
-        self.count = torch.zeros(lead, dtype=torch.int64) if count is None else count
+        self.squares = torch.zeros(*lead, width, dtype=torch.float64)
+        self.count = torch.zeros(lead, dtype=torch.int64)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-    def __getitem__(self, expert: int) -> _Watching:
-        e = int(expert)  # of a tensor, indexing would make copies
-        return _Watching(self.inner[e], self.squares[e], self.count[e])
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = x.flatten(0, -2)
@@ -136,6 +157,17 @@ class _Watching:
         if self.products is not None:
             self.products.add(flat)
         return self._product(x, bias)
+
+    def matmul_grouped(self, x: Tensor, counts: Tensor, *, one: bool = False) -> Tensor:
+        """Of experts: `x` `[N, in]` in their order, `counts` `[E]`."""
+        sizes = counts.tolist()
+        for squares, rows in zip(self.squares, x.split(sizes), strict=True):
+            squares += rows.float().square().sum(0)
+        self.count += counts
+        if self.products is not None:
+            self.products.add_grouped(x, sizes)
+        product: Tensor = self.inner.matmul_grouped(x, counts, one=one)
+        return product
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         product: Tensor = self.inner.matmul(x, bias)
@@ -148,7 +180,13 @@ class _Watching:
                 f"calibration: the inputs of {name} are not finite, or too large to square in "
                 "float32; the weights before it are damaged, or --calibrate cannot be used"
             )
-        return _mean(self.squares, self.count)
+        return _mean(self.squares, self.count, FEWEST_TOKENS if self.count.dim() else 1)
+
+    @property
+    def unseen(self) -> list[int]:
+        """The experts that had too few tokens."""
+        few = self.count < FEWEST_TOKENS
+        return few.nonzero().flatten().tolist() if self.count.dim() else []
 
 
 class _Ending(_Watching):
@@ -158,15 +196,15 @@ class _Ending(_Watching):
         return x.new_zeros(()).expand(*x.shape[:-1], self.inner.shape[-2])
 
 
-def _mean(squares: Tensor, count: Tensor) -> Tensor | None:
+def _mean(squares: Tensor, count: Tensor, fewest: int = 1) -> Tensor | None:
     """`squares` `[..., in]` over `count` `[...]`; None if nothing was counted.
 
-    An expert that saw nothing gets ones: all its inputs matter alike.
+    An expert that saw fewer than `fewest` gets ones: all its inputs matter alike.
     """
     if not bool(count.any()):
         return None
     mean = squares / count.clamp_min(1)[..., None]
-    return torch.where(count[..., None] > 0, mean, 1.0).float()
+    return torch.where(count[..., None] >= fewest, mean, 1.0).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +216,7 @@ class _Text:
 
 
 @dataclass(frozen=True, eq=False)
-class _Stream:
+class Stream:
     """A model of which every part is on torch's `meta` device, until it is its turn."""
 
     model: Any
@@ -217,7 +255,7 @@ def second_moments(
     model = spec.Model(config).eval()
     fit = compare(spec, model, checkpoint.source.infos)
     fit.check()
-    stream = _Stream(model, checkpoint.source, fit.names)
+    stream = Stream(model, checkpoint.source, fit.names)
     parts: ModelParts = model
     embedding, head = stream.below(f"{spec.embedding}."), stream.below(f"{spec.head}.")
     outside = set(embedding) | set(head) | set(stream.below(spec.layer_prefix))
@@ -241,8 +279,8 @@ def _watch(
     for module, attribute, name in _weights(root, path):
         weight = getattr(module, attribute)
         watch = watching[name] = kind(weight)
-        if name in with_products and len(weight.shape) == 2 and block_width(weight.shape[-1]):
-            watch.products = _Products(weight.shape[-1])
+        if name in with_products:
+            watch.products = _Products.of(weight.shape)
         setattr(module, attribute, watch)
     return watching
 
@@ -250,11 +288,13 @@ def _watch(
 def _moments(watching: Mapping[str, _Watching]) -> Moments:
     squares = {name: watch.moments(name) for name, watch in watching.items()}
     products = {
-        name: watch.products.mean(int(watch.count))
+        name: watch.products.mean(watch.count)
         for name, watch in watching.items()
         if watch.products is not None and squares[name] is not None
     }
-    return Moments({n: values for n, values in squares.items() if values is not None}, products)
+    known = {n: values for n, values in squares.items() if values is not None}
+    few = {name: watching[name].unseen for name in known}
+    return Moments(known, products, {name: experts for name, experts in few.items() if experts})
 
 
 def _through_layer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,16 +29,18 @@ from starquill.checkpoint.opening import Checkpoint, open_checkpoint
 from starquill.checkpoint.save import SHARD_BYTES, ShardWriter, copy_companions, new_folder
 from starquill.checkpoint.source import TensorInfo
 from starquill.checkpoint.vocabulary import check_vocabulary
+from starquill.distilling import LENGTH, Teaching, distilled
 from starquill.errors import BadRequestError, CheckpointError, UnsupportedError, listing
 from starquill.isq import (
     IsqPlan,
+    Organization,
     Override,
     apply_isq,
     parse_override,
     plan_isq,
     topology_overrides,
 )
-from starquill.placement.topology import read_topology
+from starquill.placement.topology import read_organization, read_topology
 from starquill.quant.schemes import Scheme
 from starquill.quant.weight import Computing, PermutedWeight
 
@@ -52,6 +55,11 @@ class QuantOptions:
     `calibrate` is a text file or folder (its files with `suffix`) that the model is run on, or
     llama.cpp's imatrix file. `strict` refuses a width that does not fit its scheme, which else
     gets a smaller group or stays dense.
+
+    `organization` "moqe" quantizes the experts of a mixture alone, and the rest by `trunk` if it
+    is given; None takes what the topology says, or all. `distill` is text that scales and biases
+    are then trained on, each layer for `steps` steps; layers that are finished are kept in
+    `distilled`, so that an interrupted run goes on.
     """
 
     scheme: str
@@ -60,6 +68,12 @@ class QuantOptions:
     calibrate: Path | None = None
     suffix: str = ".py"
     strict: bool = False
+    organization: str | None = None
+    trunk: str | None = None
+    distill: Path | None = None
+    steps: int = 100
+    seed: int = 0
+    distilled: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -132,28 +146,55 @@ def stored_infos(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
 
 def plan_checkpoint(checkpoint: Checkpoint, options: QuantOptions) -> IsqPlan:
     """Plan the quantization of a whole checkpoint; runs the model if it is to be calibrated."""
-    infos = stored_infos(checkpoint)
+    plan = _plan(checkpoint, options)
+    if options.strict:
+        plan.check_met()
+    teaching = Teaching(options.steps, options.seed, options.distilled)
+    if options.calibrate is not None:
+        plan = _calibrated(checkpoint, plan, options)
+    if options.distill is None:
+        return plan
+    texts = _texts(checkpoint, options.distill, options.suffix, LENGTH)
+    return distilled(checkpoint, plan, texts, teaching)
+
+
+def _plan(checkpoint: Checkpoint, options: QuantOptions) -> IsqPlan:
+    infos, name = stored_infos(checkpoint), options.organization
     overrides: list[Override] = []
     if options.topology is not None:
         layers = checkpoint.config.num_hidden_layers
-        text = read_text(options.topology)
-        overrides += topology_overrides(read_topology(text, layers, str(options.topology)))
+        text, said = read_text(options.topology), str(options.topology)
+        overrides += topology_overrides(read_topology(text, layers, said))
+        name = name or read_organization(text, said)
     overrides += [parse_override(text) for text in options.overrides]
-    plan = plan_isq(checkpoint.spec, checkpoint.config, infos, options.scheme, overrides)
-    if options.strict:
-        plan.check_met()
-    if options.calibrate is None:
-        return plan
-    plan = replace(plan, schemes={n: _calibrated(s) for n, s in plan.schemes.items()})
+    organization = Organization(name or "default", options.trunk)
+    return plan_isq(
+        checkpoint.spec,
+        checkpoint.config,
+        infos,
+        options.scheme,
+        overrides,
+        organization=organization,
+    )
+
+
+def _calibrated(checkpoint: Checkpoint, plan: IsqPlan, options: QuantOptions) -> IsqPlan:
+    assert options.calibrate is not None
+    plan = replace(plan, schemes={n: _with_hqq(s) for n, s in plan.schemes.items()})
     found = _moments(checkpoint, plan, options.calibrate, options.suffix)
     lacking = sorted(plan.schemes.keys() - found.squares.keys() - _never_multiplied(checkpoint))
     if lacking:
         said = listing(lacking, 3)
         log.warning("%s has no activations for %s: quantized without", options.calibrate, said)
-    return replace(plan, importances=found.squares, products=found.products)
+    unseen = {name: few for name, few in found.unseen.items() if name in plan.schemes}
+    plan = replace(plan, importances=found.squares, products=found.products, unseen=unseen)
+    if unseen:
+        few = "; ".join(plan.unseen_experts())
+        log.warning("%s has too few tokens for %s: quantized without", options.calibrate, few)
+    return plan
 
 
-def _calibrated(scheme: Scheme) -> Scheme:
+def _with_hqq(scheme: Scheme) -> Scheme:
     """With activations at hand hqq is the best method at every number of bits."""
     return replace(scheme, method="hqq") if scheme.method == "auto" else scheme
 
@@ -188,7 +229,7 @@ def _moments(checkpoint: Checkpoint, plan: IsqPlan, data: Path, suffix: str) -> 
         wanted = {n for n, scheme in plan.schemes.items() if scheme.resolved_method == "hqq"}
         if tied and embedding in wanted:
             wanted.add(head)
-        texts = _calibration_texts(checkpoint, data, suffix)
+        texts = _texts(checkpoint, data, suffix, checkpoint.config.context_length)
         found = second_moments(checkpoint, texts, wanted)
 
     def ours(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -196,7 +237,7 @@ def _moments(checkpoint: Checkpoint, plan: IsqPlan, data: Path, suffix: str) -> 
         return {embedding if tied and n == head else n: value for n, value in values.items()}
 
     squares = _fitting(checkpoint, data, ours(found.squares))
-    return Moments(squares, ours(found.products))
+    return Moments(squares, ours(found.products), found.unseen)
 
 
 def _fitting(checkpoint: Checkpoint, data: Path, found: Mapping[str, Tensor]) -> Importances:
@@ -223,14 +264,13 @@ def _never_multiplied(checkpoint: Checkpoint) -> set[str]:
     )
 
 
-def _calibration_texts(checkpoint: Checkpoint, data: Path, suffix: str) -> list[list[int]]:
+def _texts(checkpoint: Checkpoint, data: Path, suffix: str, context: int) -> list[list[int]]:
     tokenizer, config = checkpoint.tokenizer, checkpoint.config
     if tokenizer is None:
-        raise UnsupportedError(f"{checkpoint.folder} has no tokenizer.json to calibrate with")
+        raise UnsupportedError(f"{checkpoint.folder} has no tokenizer.json to read {data} with")
     check_vocabulary(tokenizer, config.vocab_size, allow_padded=True)
-    texts = cut(
-        read_texts(data, suffix, "--calibrate-suffix"), tokenizer.encode, config.context_length
-    )
+    pieces = min(context, config.context_length)
+    texts = cut(read_texts(data, suffix, "--calibrate-suffix"), tokenizer.encode, pieces)
     if not texts:
         raise BadRequestError(f"{data} holds no text to calibrate with")
     return texts
@@ -246,7 +286,8 @@ def quantize_checkpoint(
 ) -> QuantizeResult:
     """Write `model` quantized to the new folder `out`, all of it or nothing.
 
-    The layout is MLX's, so mlx-lm loads it too.
+    The layout is MLX's, so mlx-lm loads it too. Layers that were distilled stay in a hidden folder
+    beside `out` until all is done.
     """
     return write_checkpoint(open_checkpoint(locate(model, revision)), out, options, on_progress)
 
@@ -262,9 +303,12 @@ def write_checkpoint(
     fit = compare(spec, spec.Model(checkpoint.config), checkpoint.source.infos)
     fit.check()
     infos = stored_infos(checkpoint)
-    plan = IsqPlan({}) if options is None else plan_checkpoint(checkpoint, options)
-    result = planned_bytes(checkpoint, plan)
-    with new_folder(out) as folder:
+    kept = out.parent / f".{out.name}.distilled"
+    if options is not None and options.distill is not None and options.distilled is None:
+        options = replace(options, distilled=kept)
+    with new_folder(out) as folder:  # first: a name that is taken is not for the end of hours
+        plan = IsqPlan({}) if options is None else plan_checkpoint(checkpoint, options)
+        result = planned_bytes(checkpoint, plan)
         # What stays in memory until it is written is a shard.
         reading = Reading(checkpoint, plan, result, min(result, SHARD_BYTES), on_progress)
         writer = ShardWriter(folder)
@@ -275,6 +319,8 @@ def write_checkpoint(
             reading.read(ours)
         _write_companions(checkpoint, folder)
         writer.finish(checkpoint.raw_config)
+    if options is not None and options.distilled == kept:
+        shutil.rmtree(kept, ignore_errors=True)
     total = sum(info.nbytes for info in infos.values())
     return QuantizeResult(total, writer.total_bytes, plan.summary(infos))
 

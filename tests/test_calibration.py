@@ -6,16 +6,15 @@ import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from starquill.calibration import TOKENS, _Watching, cut, second_moments
+from starquill.calibration import TOKENS, _Products, _Watching, cut, second_moments
 from starquill.checkpoint.hub import locate
 from starquill.checkpoint.opening import Checkpoint, open_checkpoint
 from starquill.checkpoint.source import SafetensorsSource
@@ -28,6 +27,7 @@ from starquill.errors import (
 )
 from starquill.loading import load
 from starquill.nn.linear import Linear
+from starquill.quant.weight import DenseWeight
 from starquill.quantizing import QuantOptions, plan_checkpoint
 from tests import tiny
 
@@ -132,35 +132,37 @@ def test_halves_are_computed_in_float32(tmp_path: Path, dtype: torch.dtype) -> N
         torch.testing.assert_close(values, expected[name], rtol=1e-5, atol=0)
 
 
-class _StackedWeight:
-    """As a mixture's experts will be: `[E, out, in]`, multiplied with one at a time."""
-
-    def __init__(self, data: Tensor) -> None:
-        self.data, self.shape = data, tuple(data.shape)
-
-    def __getitem__(self, expert: int) -> _StackedWeight:
-        return _StackedWeight(self.data[expert])
-
-    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return nn.functional.linear(x, self.data, bias)
-
-
-@pytest.mark.parametrize("index", [int, torch.tensor], ids=["int", "tensor"])
-def test_stacked_experts_are_counted_each_on_its_own(index: Callable[[int], Any]) -> None:
-    """An expert that no token was sent to has no preference among its inputs."""
-    data, x = torch.randn(3, 5, 4), torch.randn(7, 4)
-    watch = _Watching(_StackedWeight(data))
-    torch.testing.assert_close(watch[index(2)].matmul(x), x @ data[2].T)
-    watch[index(0)].matmul(x[:3])
-    watch[index(0)].matmul(2 * x[3:4])
+def test_stacked_experts_are_counted_each_on_its_own() -> None:
+    """An expert that too few tokens were sent to has no preference among its inputs."""
+    data, x = torch.randn(4, 5, 32), torch.randn(40, 32)
+    watch = _Watching(DenseWeight(data))
+    watch.products = _Products.of(data.shape)
+    counts = torch.tensor([17, 0, 20, 3])
+    expected = torch.cat([x[:17] @ data[0].T, x[17:37] @ data[2].T, x[37:] @ data[3].T])
+    torch.testing.assert_close(watch.matmul_grouped(x, counts), expected)
+    watch.matmul_grouped(2 * x[:5], torch.tensor([5, 0, 0, 0]))
     moments = watch.moments("experts")
     assert moments is not None
-    torch.testing.assert_close(moments[2], x.square().mean(0))
+    assert moments.shape == (4, 32)
     torch.testing.assert_close(
-        moments[0], (x[:3].square().sum(0) + 4 * x[3].square()).div(4).float()
+        moments[0], (x[:17].square().sum(0) + 4 * x[:5].square().sum(0)).div(22).float()
     )
-    assert moments[1].tolist() == [1.0] * 4
-    assert _Watching(_StackedWeight(data)).moments("experts") is None
+    torch.testing.assert_close(moments[2], x[17:37].square().mean(0))
+    assert moments[1].tolist() == moments[3].tolist() == [1.0] * 32
+    assert watch.unseen == [1, 3]
+    assert watch.products is not None
+    products = watch.products.mean(watch.count)
+    assert products.shape == (4, 1, 32, 32)
+    torch.testing.assert_close(products[2, 0], x[17:37].T @ x[17:37] / 20)
+    assert bool(products.isfinite().all())
+    assert _Watching(DenseWeight(data)).moments("experts") is None
+
+
+def test_products_of_many_experts_are_left_out() -> None:
+    """128 experts of Qwen3-30B's width: half a gigabyte for one stack."""
+    assert _Products.of((128, 768, 2048)) is None
+    assert _Products.of((8, 64, 2048)) is not None
+    assert _Products.of((4, 40)) is None  # no group divides this width
 
 
 @pytest.mark.parametrize(("place", "named"), [("c_proj", "q_proj"), ("c_fc", "c_proj")])

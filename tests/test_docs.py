@@ -32,7 +32,7 @@ def runnable(page: Path) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_page_runs_as_written(page: Path, tmp_path: Path) -> None:
-    for name in ("scripts", "examples"):
+    for name in ("scripts", "examples", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for language, setting, code in runnable(page):

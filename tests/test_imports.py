@@ -21,6 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"models"}),
     frozenset({"checkpoint"}),
     frozenset({"isq", "calibration", "adapters", "anymoe"}),
+    frozenset({"distilling"}),
     frozenset({"engine"}),
     frozenset({"quantizing"}),
     frozenset({"requantizing", "merging"}),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from starquill.errors import BadRequestError
 from starquill.placement.devices import read_budgets, read_device, size_text, slowness
 from starquill.placement.maps import DeviceMap, read_device_map, resolve
-from starquill.placement.topology import parse_topology, read_topology
+from starquill.placement.topology import parse_topology, read_organization, read_topology
 
 TEXT = """
 "0-1": {quant: 4}
@@ -243,3 +243,12 @@ def test_devices_of_a_topology_are_checked_like_a_map() -> None:
         "t.yaml: '5' names an unknown device 'gpu' (known: cpu, cuda:N, mps, disk), "
         "layers 3 are in both '0-3' and '3', layers 4 have no device (add default=cpu)"
     )
+
+
+def test_the_organization_stands_beside_layers() -> None:
+    text = f"quant_organization: moqe\n{TEXT}"
+    assert read_organization(text) == "moqe"
+    assert read_topology(text, 3) == read_topology(TEXT, 3)
+    assert read_organization(TEXT) is None
+    with pytest.raises(BadRequestError, match=r"'experts' \(expected default or moqe\)"):
+        read_organization("quant_organization: experts")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from starquill.checkpoint.build import compare
+from starquill.checkpoint.build import compare, is_matrix
 from starquill.checkpoint.hub import locate
 from starquill.checkpoint.opening import open_checkpoint
 from starquill.checkpoint.source import TensorInfo
@@ -18,6 +19,8 @@ from starquill.models.spec import ArchSpec
 class ModelFacts:
     """Counts are of parameters and bytes on disk; `head` is absent from `bytes` when tied.
 
+    `bits` are those of a parameter on average, scales included. `resident` is what the weights
+    take in memory once they are loaded as they are, without what they are computed with.
     `fill_in_the_middle` is None when there is no tokenizer to tell.
     """
 
@@ -26,6 +29,8 @@ class ModelFacts:
     model_type: str
     parameters: int
     bytes: dict[str, int]
+    bits: dict[str, float]
+    resident: dict[str, int]
     dtypes: dict[str, int]
     quantization: str | None
     layers: int
@@ -58,7 +63,9 @@ def describe(model: str | Path, revision: str | None = None) -> ModelFacts:
         folder=str(checkpoint.folder),
         model_type=spec.model_type,
         parameters=sum(math.prod(shape) for shape in fit.expected.values()),
-        bytes=_bytes_per_part(spec, infos),
+        bytes=_per_part(spec, infos, lambda _, info: info.nbytes),
+        bits=_bits_per_part(spec, infos),
+        resident=_per_part(spec, infos, _resident),
         dtypes=dict(Counter(info.dtype for info in infos.values())),
         quantization=_quantization(infos),
         layers=config.num_hidden_layers,
@@ -74,11 +81,26 @@ def describe(model: str | Path, revision: str | None = None) -> ModelFacts:
     )
 
 
-def _bytes_per_part(spec: ArchSpec, infos: dict[str, TensorInfo]) -> dict[str, int]:
+def _per_part(
+    spec: ArchSpec, infos: Mapping[str, TensorInfo], size: Callable[[str, TensorInfo], int]
+) -> dict[str, int]:
     parts = Counter[str]()
     for name, info in infos.items():
-        parts[spec.part(spec.rename(name) or name)] += info.nbytes
+        ours = spec.rename(name) or name
+        parts[spec.part(ours)] += size(ours, info)
     return dict(sorted(parts.items()))
+
+
+def _resident(name: str, info: TensorInfo) -> int:
+    """As `load` keeps it: norms and biases are float32."""
+    as_stored = info.is_quantized or info.dtype in ("BF16", "F16")
+    return info.nbytes if as_stored and is_matrix(name, info.shape) else 4 * math.prod(info.shape)
+
+
+def _bits_per_part(spec: ArchSpec, infos: Mapping[str, TensorInfo]) -> dict[str, float]:
+    counts = _per_part(spec, infos, lambda _, info: math.prod(info.shape))
+    sizes = _per_part(spec, infos, lambda _, info: info.nbytes)
+    return {part: round(8 * sizes[part] / max(count, 1), 3) for part, count in counts.items()}
 
 
 def _quantization(infos: dict[str, TensorInfo]) -> str | None:

@@ -50,8 +50,11 @@ def _print_table(facts: ModelFacts) -> None:
         "architecture": f"{facts.model_type}, {facts.layers} layers of width {facts.hidden_size}",
         "parameters": f"{facts.parameters:,}",
         "bytes": f"{total:,}",
-        **{f"  {part}": f"{size:,}" for part, size in facts.bytes.items()},
-        "  head": f"{facts.bytes['head']:,}" if "head" in facts.bytes else "the embedding (tied)",
+        **{
+            f"  {p}": f"{size:,} ({facts.bits[p]:.4g} bits each)" for p, size in facts.bytes.items()
+        },
+        **({} if "head" in facts.bytes else {"  head": "the embedding (tied)"}),
+        "in memory": f"{sum(facts.resident.values()):,}",
         "dtypes": ", ".join(f"{name} ({count} tensors)" for name, count in facts.dtypes.items()),
         "quantization": facts.quantization or "none",
         "context": f"{facts.context_length} tokens"

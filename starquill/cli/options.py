@@ -114,20 +114,41 @@ class QuantizeOptions:
     quant_strict: Annotated[
         bool, _option("Fail if a width does not fit its scheme.", "--quant-strict")
     ] = False
+    organization: Annotated[
+        str | None,
+        _option("moqe quantizes the experts of a mixture alone; default: all.", metavar="NAME"),
+    ] = None
+    trunk_quant: Annotated[
+        str | None,
+        _option("With moqe, the scheme of all that is not an expert.", metavar="SCHEME"),
+    ] = None
+    distill: Annotated[
+        Path | None,
+        _option("Then train scales and biases on your code, layer by layer.", metavar="FILE|DIR"),
+    ] = None
+    steps: Annotated[int | None, _option("How long each layer is trained; 100.")] = None
 
     def chosen(self) -> QuantOptions | None:
         """As `quantizing.QuantOptions`; None for no quantization."""
         from starquill.quantizing import QuantOptions
 
+        if self.steps is not None and self.distill is None:
+            raise BadRequestError("--steps needs --distill")
         if self.quant is not None:
-            return QuantOptions(
+            made = QuantOptions(
                 self.quant,
                 tuple(self.quant_override or ()),
                 self.topology,
                 self.calibrate,
                 suffix=self.calibrate_suffix,
                 strict=self.quant_strict,
+                organization=self.organization,
+                trunk=self.trunk_quant,
+                distill=self.distill,
             )
+            return made if self.steps is None else replace(made, steps=self.steps)
+        if self.organization or self.trunk_quant or self.distill:
+            raise BadRequestError("--organization, --trunk-quant and --distill need --quant")
         if self.quant_override or self.topology or self.calibrate or self.quant_strict:
             raise BadRequestError(
                 "--quant-override, --topology, --calibrate and --quant-strict need --quant"

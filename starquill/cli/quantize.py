@@ -26,9 +26,21 @@ def quantize(
     from starquill.cli.progress import reading_bar
     from starquill.quantizing import quantize_checkpoint
 
-    chosen = replace(options, quant=options.quant or DEFAULT_SCHEME).chosen()
+    if options.quant is None and not _experts_only(options):
+        options = replace(options, quant=DEFAULT_SCHEME)
+    chosen = options.chosen()
     assert chosen is not None
     with reading_bar("quantizing") as show:
         result = quantize_checkpoint(model, out, chosen, revision=revision, on_progress=show)
     print(f"{out}: {result.bytes_written:,} bytes from {result.bytes_read:,}")
     return 0
+
+
+def _experts_only(options: QuantizeOptions) -> bool:
+    """Then the bits are the point, and nobody else's to choose."""
+    from starquill.checkpoint.files import read_text
+    from starquill.placement.topology import read_organization
+
+    if options.organization is not None or options.topology is None:
+        return options.organization == "moqe"
+    return read_organization(read_text(options.topology), str(options.topology)) == "moqe"

@@ -20,6 +20,7 @@ from starquill.engine.runner import Runner
 from starquill.errors import BadRequestError, listing
 from starquill.kernels.native import native
 from starquill.nn.cache import blocks_for
+from starquill.nn.experts import ExpertLinear
 from starquill.nn.linear import Embedding, Linear
 from starquill.nn.lora import AdapterMix
 
@@ -148,8 +149,9 @@ class Subject:
 def subject(loaded: LoadedModel) -> Subject:
     schemes: dict[str, Counter[str]] = {}
     for name, module in loaded.model.named_modules():
-        if isinstance(module, Linear | Embedding):
-            kind = name.rpartition(".")[2]
+        if isinstance(module, Linear | Embedding | ExpertLinear):
+            stacked = isinstance(module, ExpertLinear)
+            kind = ".".join(name.split(".")[-2 if stacked else -1 :])
             schemes.setdefault(kind, Counter())[module.weight.scheme] += 1
     return Subject(
         model=loaded.name,
@@ -166,10 +168,19 @@ def subject(loaded: LoadedModel) -> Subject:
     )
 
 
-def weight_bytes(loaded: LoadedModel) -> int:
-    """Bytes of all matrices that a token is multiplied with; of an embedding it needs a row."""
+def weight_bytes(loaded: LoadedModel, batch: int = 1) -> int:
+    """Bytes of all matrices that a step of `batch` tokens is multiplied with.
+
+    Of an embedding a token needs a row. Of experts those count that tokens go to: with several
+    tokens as many as differ on average, were each expert as likely as any other.
+    """
     matrices = [m.weight for m in loaded.model.modules() if isinstance(m, Linear)]
-    return sum({id(matrix): matrix.nbytes for matrix in matrices}.values())
+    stacks = [m.weight for m in loaded.model.modules() if isinstance(m, ExpertLinear)]
+    total = sum({id(matrix): matrix.nbytes for matrix in matrices}.values())
+    if stacks:
+        share = loaded.config.num_experts_per_tok / loaded.config.num_experts  # type: ignore[attr-defined]
+        total += round(sum(s.nbytes for s in stacks) * (1 - (1 - share) ** batch))
+    return total
 
 
 def measure(
@@ -188,7 +199,7 @@ def measure(
         started = clock()
         action()
         seconds.append(clock() - started)
-    return Measurement(case, tuple(seconds[1:]), weight_bytes(loaded))
+    return Measurement(case, tuple(seconds[1:]), weight_bytes(loaded, case.batch))
 
 
 def _mix(loaded: LoadedModel, lease: Lease | None, rows: int) -> AdapterMix | None:

@@ -5,7 +5,8 @@
     "/self_attn\\\\.v_proj/": {quant: 8}
     "embed": {device: cpu}                    # as well as head, and default for all others
 
-Of schemes the later entry wins; a layer has one device, so that two for it are an error.
+Of schemes the later entry wins; a layer has one device, so that two for it are an error. Beside
+them `quant_organization: moqe` may stand, which quantizes experts alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from starquill.errors import BadRequestError, listing
 from starquill.placement.maps import OUTSIDE, RANGE, Assignment
 
 _KNOWN = ("quant", "device")
+ORGANIZATIONS = ("default", "moqe")
+_ORGANIZATION = "quant_organization"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,26 @@ class Topology:
     devices: tuple[Assignment, ...]
 
 
+def _parsed(text: str, name: str) -> Mapping[Any, Any]:
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise BadRequestError(f"{name} is not valid YAML: {error}") from None
+    if not isinstance(raw, Mapping):
+        raise BadRequestError(f"{name} holds a {type(raw).__name__} (expected layers: settings)")
+    return raw
+
+
+def read_organization(text: str, name: str = "topology") -> str | None:
+    """What a topology says of `quant_organization`; None if it says nothing."""
+    found = _parsed(text, name).get(_ORGANIZATION)
+    if found is not None and found not in ORGANIZATIONS:
+        raise BadRequestError(
+            f"{name}: {_ORGANIZATION} is {found!r} (expected {' or '.join(ORGANIZATIONS)})"
+        )
+    return found
+
+
 def read_topology(text: str, layers: int, name: str = "topology") -> tuple[TopologyEntry, ...]:
     """The schemes of a topology for a model of `layers` layers."""
     return parse_topology(text, layers, name).quants
@@ -58,16 +81,12 @@ def read_topology(text: str, layers: int, name: str = "topology") -> tuple[Topol
 
 def parse_topology(text: str, layers: int, name: str = "topology") -> Topology:
     """Parse a topology for a model of `layers` layers; all that is wrong in one error."""
-    try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise BadRequestError(f"{name} is not valid YAML: {error}") from None
-    if not isinstance(raw, Mapping):
-        raise BadRequestError(f"{name} holds a {type(raw).__name__} (expected layers: settings)")
     quants: list[TopologyEntry] = []
     devices: list[Assignment] = []
     problems = []
-    for target, settings in raw.items():
+    for target, settings in _parsed(text, name).items():
+        if target == _ORGANIZATION:
+            continue
         try:
             quant, device = _entry(str(target), settings, layers)
         except BadRequestError as error:

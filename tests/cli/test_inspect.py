@@ -175,8 +175,9 @@ def test_the_table_says_the_same(tmp_path: Path, capsys: Capture) -> None:
     result, rows = facts(folder, capsys), table(folder, capsys)
     assert rows["parameters"] == f"{result['parameters']:,}"
     assert rows["bytes"] == f"{sum(result['bytes'].values()):,}"
+    assert rows["in memory"] == f"{sum(result['resident'].values()):,}"
     for part, size in result["bytes"].items():
-        assert rows[part] == f"{size:,}"
+        assert rows[part] == f"{size:,} ({result['bits'][part]:.4g} bits each)"
     assert "tied" in rows["head"]
     assert rows["dtypes"] == f"F32 ({result['dtypes']['F32']} tensors)"
     assert rows["quantization"] == "none"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from starquill.cli.app import main
 from starquill.engine.engine import Engine
@@ -15,7 +16,7 @@ from starquill.engine.scoring import score_texts
 from starquill.loading import load
 from starquill.quantizing import QuantOptions
 from starquill.types import SamplingParams
-from tests import tiny
+from tests import moe, tiny
 
 Capture = pytest.CaptureFixture[str]
 TEXT = "def f(x):\n    return x + 2024  # é\n"
@@ -119,6 +120,82 @@ def test_an_interrupt_leaves_nothing(
         assert main(["quantize", str(folder), "--out", str(tmp_path / "out")]) == 130
     finally:
         assert list(tmp_path.iterdir()) == []
+
+
+# --- experts alone ---
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    raw = moe.config("starcoder2_moe")
+    reference = moe.reference(raw).to(torch.bfloat16)
+    return moe.write(tmp_path_factory.mktemp("mixture"), raw, reference)
+
+
+def test_moqe_and_inspect(mixture: Path, tmp_path: Path, capsys: Capture) -> None:
+    """What is quantized is told by its parts, then what each takes."""
+    out = str(tmp_path / "out")
+    more = ["--quant", "2", "--organization", "moqe", "--trunk-quant", "8"]
+    assert main(["quantize", str(mixture), "--out", out, *more]) == 0
+    assert "attention 8, embedding 1, experts 4" in capsys.readouterr().err
+    assert main(["inspect", out, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["bits"]["router"] == 16
+    assert 8.5 <= facts["bits"]["embedding"] < 9
+    assert 3 <= facts["bits"]["experts"] < 3.5
+    assert main(["inspect", out]) == 0
+    printed = capsys.readouterr().out
+    assert f"{facts['bytes']['experts']:,} ({facts['bits']['experts']:.4g} bits each)" in printed
+    assert f"{sum(facts['resident'].values()):,}" in printed
+
+
+def test_distill_goes_with_generate_and_quantize(
+    mixture: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    data, out = tmp_path / "code.py", str(tmp_path / "out")
+    data.write_text(TEXT * 30)
+    more = ["--quant", "2", "--organization", "moqe", "--distill", str(data), "--steps", "3"]
+    assert main(["quantize", str(mixture), "--out", out, *more]) == 0
+    assert "2 layers distilled" in capsys.readouterr().err
+    written = []
+    for arguments in (["-m", out], ["-m", str(mixture), *more]):
+        rest = ["-p", "def f", "-n", "6", "--logit-bias", "0=-100"]
+        assert main(["generate", *rest, *arguments]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        (["--organization", "moqe"], "need --quant"),
+        (["--quant", "4", "--organization", "moq"], "'moq'"),
+        (["--quant", "4", "--trunk-quant", "8"], "organization moqe"),
+        (["--quant", "4", "--steps", "9"], "--steps needs --distill"),
+        (["--quant", "4", "--organization", "moqe"], "has no experts"),
+        (["--quant", "4", "--distill", "nowhere.py"], "nowhere.py"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else v,
+)
+def test_moqe_in_mistakes(
+    folder: Path, tmp_path: Path, capsys: Capture, options: list[str], fact: str
+) -> None:
+    out = str(tmp_path / "out")
+    assert fact in _refused(capsys, "quantize", str(folder), "--out", out, *options)
+    assert fact in _refused(capsys, "generate", "-m", str(folder), "-p", "x", *options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_moqe_by_the_topology_needs_bits_too(
+    mixture: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    topology, out = tmp_path / "t.yaml", str(tmp_path / "out")
+    topology.write_text("quant_organization: moqe\n")
+    more = ["--topology", str(topology)]
+    assert "need --quant" in _refused(capsys, "quantize", str(mixture), "--out", out, *more)
+    topology.write_text("quant_organization: few\n")
+    more += ["--quant", "4"]
+    assert "'few'" in _refused(capsys, "quantize", str(mixture), "--out", out, *more)
 
 
 # --- --quant ---

@@ -16,7 +16,10 @@ from starquill.engine.runner import Runner
 from starquill.errors import BadRequestError
 from starquill.kernels.native import native
 from starquill.loading import load
-from tests import tiny
+from starquill.nn.experts import ExpertLinear
+from starquill.nn.linear import Linear
+from starquill.quantizing import QuantOptions
+from tests import moe, tiny
 
 CONTEXT = 64
 
@@ -98,6 +101,26 @@ def test_weight_bytes_are_those_multiplied_with(tmp_path: Path, tied: bool) -> N
         del matrices["model.embed_tokens.weight"]
     model = load(tiny.write_checkpoint(tmp_path, raw, state))
     assert weight_bytes(model) == sum(4 * tensor.numel() for tensor in matrices.values())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "starcoder2_moe"])
+def test_weight_bytes_of_experts_are_of_those_that_work(tmp_path: Path, family: str) -> None:
+    """One token goes to as many as the config says; of more tokens some share an expert."""
+    raw = moe.config(family)
+    folder = moe.write(tmp_path, raw, moe.reference(raw).to(torch.bfloat16))
+    loaded = load(folder, quant=QuantOptions("4", organization="moqe"))
+    modules = dict(loaded.model.named_modules())
+    stacks = [m.weight.nbytes for m in modules.values() if isinstance(m, ExpertLinear)]
+    others = {id(m.weight): m.weight.nbytes for m in modules.values() if isinstance(m, Linear)}
+    top, count = loaded.config.num_experts_per_tok, loaded.config.num_experts  # type: ignore[attr-defined]
+    assert weight_bytes(loaded) == sum(others.values()) + round(sum(stacks) * top / count)
+    assert weight_bytes(loaded) < weight_bytes(loaded, 2) < sum(others.values()) + sum(stacks)
+    assert weight_bytes(loaded, 999) == sum(others.values()) + sum(stacks)
+    assert measure(loaded, Case("decode", 1, 0, 2), 1).weight_bytes == weight_bytes(loaded, 2)
+    kinds = subject(loaded).schemes
+    assert {k for k in kinds if k.startswith("experts.")} == {
+        ".".join(n.split(".")[-2:]) for n, m in modules.items() if isinstance(m, ExpertLinear)
+    }
 
 
 def test_subject_says_what_was_measured(tmp_path: Path) -> None:

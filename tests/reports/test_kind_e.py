@@ -9,12 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from starquill import requantizing
+from starquill.calibration import second_moments
+from starquill.checkpoint.hub import locate
+from starquill.checkpoint.opening import open_checkpoint
+from starquill.engine.engine import Engine
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import BadRequestError
 from starquill.loading import load
 from starquill.nn.linear import Linear
 from starquill.quant.affine import AffineWeight
-from starquill.quantizing import QuantOptions, quantize_checkpoint
+from starquill.quantizing import QuantOptions, plan_checkpoint, quantize_checkpoint
+from starquill.types import SamplingParams
 from tests import moe, tiny
 
 FAMILIES = tuple(moe.RAW)
@@ -108,8 +114,153 @@ def test_b58_experts_alone(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_b58_moqe_quantizes_experts_and_nothing_else(tmp_path: Path, family: str) -> None:
+    """B58: by the organization of that name; the rest is the source to the byte, and the report
+    counts what was quantized and what was left, by class."""
+    folder, out = _source(tmp_path, family), tmp_path / "out"
+    options = QuantOptions("2", organization="moqe")
+    result = quantize_checkpoint(folder, out, options)
+    before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
+    kept = [n for n in before if ".experts." not in n]
+    assert [n for n in kept if ".gate." in n or "router" in n]
+    for name in kept:
+        found = after.get(name, after.get(name.replace("block_sparse_moe", "mlp")))
+        assert found is not None, name
+        assert torch.equal(found, before[name]), name
+    routers = [n for n in _routers(load(out)) if ".mlp.gate" in n]
+    assert len(routers) == 2
+    experts = 4 if family == "starcoder2_moe" else 6
+    assert f"; experts {experts};" in result.summary
+    assert "left as they are: attention 8, embedding 1" in result.summary
+
+
+def test_b58_moqe_of_a_dense_model(tmp_path: Path) -> None:
+    """B58: experts only, of a model that has none, is refused and no quiet nothing."""
+    folder = tiny.write_checkpoint(tmp_path / "m")
+    with pytest.raises(BadRequestError, match="has no experts"):
+        quantize_checkpoint(folder, tmp_path / "out", QuantOptions("2", organization="moqe"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_b58_experts_of_a_dense_model(tmp_path: Path) -> None:
     """B58: where there are none, to ask for them is an error and no quiet nothing."""
     folder = tiny.write_checkpoint(tmp_path)
     with pytest.raises(BadRequestError, match=r"'experts' finds no weight"):
         load(folder, quant=QuantOptions("4", overrides=("experts=2",)))
+
+
+# --- B59: experts that saw no calibration tokens, or one ---
+
+
+def _routed(tmp_path: Path, text: str, experts: int = 4) -> tuple[Path, Path]:
+    """A mixture, and a text to calibrate it with."""
+    folder = _source(tmp_path, "starcoder2_moe", num_local_experts=experts, num_experts_per_tok=1)
+    data = tmp_path / "code.py"
+    data.write_text(text)
+    return folder, data
+
+
+@pytest.mark.parametrize("text", ["a", "ab", "def f(x):\n    return x\n" * 3])
+@pytest.mark.parametrize("quant", ["2", "3", "4-rtn"])
+def test_b59_experts_without_tokens_are_quantized_without(
+    tmp_path: Path, text: str, quant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B59: some saw none, some one. They fall back to what needs no data and are listed; others
+    are calibrated; nothing is NaN, and the result loads back to the same bits."""
+    folder, data = _routed(tmp_path, text)
+    options = QuantOptions(quant, organization="moqe", calibrate=data)
+    result = quantize_checkpoint(folder, tmp_path / "out", options)
+    plan = plan_checkpoint(open_checkpoint(locate(folder)), options)
+    assert plan.unseen
+    blind = _weights(load(folder, quant=QuantOptions(_method(quant), organization="moqe")))
+    told, saved = _weights(load(folder, quant=options)), _weights(load(tmp_path / "out"))
+    for name, few in plan.unseen.items():
+        assert few
+        mixture = name.partition(".experts.")[0]
+        assert f"{mixture}.experts {', '.join(map(str, few))}" in caplog.text
+        path = name.removesuffix(".weight")
+        for expert in range(4):
+            for part in ("packed", "scales", "biases"):
+                one, none = (getattr(w[path], part)[expert] for w in (told, blind))
+                assert expert not in few or torch.equal(one, none)
+                assert torch.equal(one, getattr(saved[path], part)[expert])
+                assert bool(one.float().isfinite().all())
+    assert "too few tokens to calibrate" in result.summary
+
+
+def _method(quant: str) -> str:
+    """With calibration the method is hqq unless another is named."""
+    return quant if "-" in quant else f"{quant}-hqq"
+
+
+def test_b59_one_token_keeps_its_shape(tmp_path: Path) -> None:
+    """B59: one token's input is `[1, d]` and counts as one; squeezed, it would count as d."""
+    checkpoint = open_checkpoint(locate(_routed(tmp_path, "a")[0]))
+    moments = second_moments(checkpoint, [[5]], {"model.layers.0.mlp.experts.c_fc.weight"})
+    name = "model.layers.0.mlp.experts.c_fc.weight"
+    assert moments.squares[name].shape == (4, 64)
+    assert moments.unseen[name] == [0, 1, 2, 3]
+    assert moments.products[name].shape == (4, 1, 64, 64)
+    # Exactly one expert saw exactly one token: its products are x xᵀ, of rank 1 and that trace.
+    traces = moments.products[name].diagonal(dim1=-2, dim2=-1).sum((-2, -1))
+    assert int((traces > 0).sum()) == 1
+    one = moments.products[name][int(traces.argmax()), 0]
+    torch.testing.assert_close(one @ one, one * traces.max(), rtol=1e-3, atol=1e-2)
+
+
+# --- B61: a layer left in a pending state after quantization ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", ["while loading", "from a folder", "at run time"])
+def test_b61_the_first_forward_works(tmp_path: Path, family: str, how: str) -> None:
+    """B61: right after loading, whatever way it was quantized, the first request is answered as
+    all later ones are."""
+    folder, options = _source(tmp_path, family), QuantOptions("2", organization="moqe")
+    if how == "while loading":
+        loaded = load(folder, quant=options)
+    elif how == "from a folder":
+        quantize_checkpoint(folder, tmp_path / "out", options)
+        loaded = load(tmp_path / "out")
+    else:
+        loaded = load(folder)
+        loaded.requantize(options)
+    params = SamplingParams(max_tokens=6, logit_bias={0: -100.0})
+    engine = Engine(loaded)
+    texts = [engine.complete("def f(x):", params) for _ in range(3)]
+    assert len(set(texts)) == 1
+    assert texts[0]
+
+
+def test_b61_again_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B61: quantization that fails half-way leaves every layer usable; so does a step that fails,
+    and the next request is answered."""
+    folder = _source(tmp_path, "starcoder2_moe")
+    loaded, options = load(folder), QuantOptions("2", organization="moqe")
+    inner = requantizing.apply_isq
+
+    def fails(plan: Any, name: str, value: Any) -> Any:
+        if "layers.1.mlp.experts.c_fc" in name:
+            raise MemoryError
+        return inner(plan, name, value)
+
+    monkeypatch.setattr(requantizing, "apply_isq", fails)
+    report = loaded.requantize(options)
+    assert list(report.kept) == [
+        n for n in report.kept if n.startswith("model.layers.1.mlp.experts.c_fc")
+    ]
+    assert report.kept
+    engine, params = Engine(loaded), SamplingParams(max_tokens=4, logit_bias={0: -100.0})
+    before = engine.complete("def f", params)
+    experts = loaded.model.model.layers[1].mlp.experts
+    forward = experts.forward
+    experts.forward = _broken
+    with pytest.raises(RuntimeError, match="experts"):
+        engine.complete("def g", params)
+    experts.forward = forward
+    assert engine.complete("def f", params) == before
+
+
+def _broken(*_: Any) -> Any:
+    raise RuntimeError("the experts are not there")
