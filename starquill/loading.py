@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from starquill.adapters.xlora import load_xlora
 from starquill.adapters.xlora_config import find_xlora
-from starquill.checkpoint.build import build
+from starquill.checkpoint.build import BuiltModel, build
 from starquill.checkpoint.hub import ModelFiles, locate
-from starquill.checkpoint.opening import Checkpoint, open_checkpoint
+from starquill.checkpoint.opening import open_checkpoint
 from starquill.checkpoint.vocabulary import check_vocabulary
 from starquill.engine.chat import chat_template
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import BadRequestError
 from starquill.isq import IsqPlan, apply_isq
+from starquill.placing import DeviceOptions, Request, Subject
 from starquill.quant.weight import Computing
 from starquill.quantizing import (
     OnProgress,
@@ -30,6 +32,7 @@ from starquill.quantizing import (
     planned_bytes,
 )
 from starquill.requantizing import Requantizer
+from starquill.settling import Settler, StaysOnDisk, settler_for
 
 log = logging.getLogger("starquill")
 
@@ -46,6 +49,11 @@ def load(
     exact: bool = False,
     xlora: str | Path | None = None,
     xlora_freeze: int | None = None,
+    device_map: str | None = None,
+    max_memory: str | Mapping[str, float] | None = None,
+    max_seq_len: int | None = None,
+    max_batch_size: int | None = None,
+    topology: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> LoadedModel:
     """Load a model: `default` (the embedded one), a folder, a file or a hub id.
@@ -55,8 +63,11 @@ def load(
     has ids. `quant` quantizes while loading, one tensor at a time: a scheme (`4`, `q3-g32`), a
     recipe (`mixed-2-6`), or `QuantOptions`. Products with quantized weights round activations
     to int8 for each group, unless `exact`. `xlora` is the folder of an X-LoRA that acts on every
-    request; its weights stay as they are after `xlora_freeze` written tokens.
-    Raises CheckpointError, AdapterError or UnsupportedError, each naming all that is wrong.
+    request; its weights stay as they are after `xlora_freeze` written tokens. `device_map`,
+    `max_memory` and devices in the file `topology` say where layers go (docs/placement.md),
+    `max_seq_len` and `max_batch_size` what must have room there; requests get no more than these.
+    Raises CheckpointError, AdapterError or UnsupportedError, each naming all that is wrong, and
+    CapacityError with what would fit.
     """
     _check_freeze(xlora, xlora_freeze)
     found = None if xlora is None else find_xlora(xlora)  # told now, not after the weights are read
@@ -66,35 +77,39 @@ def load(
     tokenizer, config = checkpoint.tokenizer, checkpoint.config
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, allow_padded_vocab)
-    plan = _planned(checkpoint, quant)
-    resident = planned_bytes(checkpoint, plan, computing)
-    reading = Reading(checkpoint, plan, resident, resident, on_progress)
-    built = build(
-        checkpoint.spec,
-        config,
-        checkpoint.source,
-        computing,
-        partial(apply_isq, plan),
-        on_read=reading.read,
-    )
+    options = QuantOptions(quant) if isinstance(quant, str) else quant
+    plan = IsqPlan({}) if options is None else plan_checkpoint(checkpoint, options)
+    file = options.topology if topology is None and options is not None else topology
+    where = DeviceOptions(device_map, max_memory, max_seq_len, max_batch_size, file)
+    request = Request(Subject(checkpoint, computing, options), where)
+    settler = settler_for(files, request)
+    built = _built(request, plan, settler, on_progress)
     warnings = (*checkpoint.warnings, *plan_warnings(checkpoint, plan), *built.warnings)
     for warning in warnings:
         log.warning("%s: %s", files.weights or files.folder, warning)
-    loaded = LoadedModel(
-        name=_display_name(model, files),
+    loaded = _loaded(_display_name(model, files), request, built.model, settler)
+    acting = None if found is None else load_xlora(found, loaded, xlora_freeze)
+    return replace(loaded, warnings=warnings, xlora=acting)
+
+
+def _loaded(name: str, request: Request, model: Any, settler: Settler | None) -> LoadedModel:
+    """`model` with all that a request needs to know about it."""
+    checkpoint, computing = request.subject.checkpoint, request.subject.computing
+    tokenizer = checkpoint.tokenizer
+    on_disk = settler is not None and settler.mapped is not None
+    return LoadedModel(
+        name=name,
         folder=checkpoint.folder,
         spec=checkpoint.spec,
-        config=config,
-        model=built.model,
+        config=checkpoint.config,
+        model=model,
         dtype=computing.dtype,
         end_ids=checkpoint.end_ids,
         tokenizer=tokenizer,
         chat_template=chat_template(tokenizer) if tokenizer else None,
-        warnings=warnings,
-        requantizer=Requantizer(built.model, checkpoint, computing),
-    )
-    return (
-        loaded if found is None else replace(loaded, xlora=load_xlora(found, loaded, xlora_freeze))
+        requantizer=StaysOnDisk(name) if on_disk else Requantizer(model, checkpoint, computing),
+        placement=None if settler is None else settler.placement,
+        room=request.room(settler is not None),
     )
 
 
@@ -105,10 +120,26 @@ def _check_freeze(xlora: str | Path | None, freeze: int | None) -> None:
         raise BadRequestError(f"xlora_freeze {freeze} {wrong}")
 
 
-def _planned(checkpoint: Checkpoint, quant: str | QuantOptions | None) -> IsqPlan:
-    if quant is None:
-        return IsqPlan({})
-    return plan_checkpoint(checkpoint, QuantOptions(quant) if isinstance(quant, str) else quant)
+def _built(
+    request: Request, plan: IsqPlan, settler: Settler | None, on_progress: OnProgress | None
+) -> BuiltModel:
+    """The model with its weights in place, each on its device."""
+    checkpoint, computing = request.subject.checkpoint, request.subject.computing
+    resident = planned_bytes(checkpoint, plan, computing)
+    kept = resident if settler is None else settler.in_memory
+    reading = Reading(checkpoint, plan, resident, kept, on_progress)
+    built = build(
+        checkpoint.spec,
+        checkpoint.config,
+        checkpoint.source if settler is None else settler.source(checkpoint.source),
+        computing,
+        partial(apply_isq, plan),
+        on_read=reading.read,
+        settle=None if settler is None else settler.settle,
+    )
+    if settler is not None:
+        built.model.route = settler.route(built.model)
+    return built
 
 
 def _display_name(model: str | Path, files: ModelFiles) -> str:

@@ -24,6 +24,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"distilling"}),
     frozenset({"engine"}),
     frozenset({"quantizing"}),
+    frozenset({"placing"}),
+    frozenset({"settling"}),
     frozenset({"requantizing", "merging"}),
     frozenset({"loading"}),
     frozenset({"server"}),

@@ -9,7 +9,7 @@ from starquill.adapters.adapter import Adapter, AdapterPart, BaseModules
 from starquill.errors import AdapterError
 from starquill.nn.linear import Embedding, Linear
 from starquill.nn.lora import LoraPart, RowsPart
-from starquill.quant.weight import DenseWeight, Weight
+from starquill.quant.weight import DenseWeight, Weight, tensors_of
 
 _BAND = 1024  # rows of a weight that are written out at once
 
@@ -33,7 +33,7 @@ def fit(adapter: Adapter, base: BaseModules) -> dict[str, LoraPart | RowsPart]:
 
 
 def _fit_linear(path: str, part: AdapterPart, module: Linear, dtype: torch.dtype) -> LoraPart:
-    own = module.bias
+    own = None if module.bias is None else module.bias.cpu()
     if part.weight is not None:
         bias = own if part.bias is None else part.bias.to(dtype)
         return LoraPart(whole=(DenseWeight(part.weight, dtype), bias))
@@ -72,12 +72,17 @@ def _ratio(path: str, magnitude: Tensor, norms: Tensor) -> Tensor:
     return (magnitude.double() / norms).float()
 
 
+def _rows(weight: Weight, ids: Tensor) -> Tensor:
+    """Rows of a weight on any device, float32 on the CPU."""
+    return weight.rows(ids.to(next(tensors_of(weight)).device)).cpu().float()
+
+
 def _row_norms(weight: Weight, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """‖W + scale·B A‖ of each row, float64; `a` `[R, in]`, `b` `[out, R]`."""
     norms = []
     for start in range(0, weight.shape[0], _BAND):
         ids = torch.arange(start, min(start + _BAND, weight.shape[0]))
-        rows = weight.rows(ids).float() + scale * (b[ids].float() @ a.float())
+        rows = _rows(weight, ids) + scale * (b[ids].float() @ a.float())
         norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
     return torch.cat(norms)
 
@@ -87,6 +92,6 @@ def _column_norms(weight: Weight, a: Tensor, b: Tensor, scale: float) -> Tensor:
     squares = torch.zeros(weight.shape[1], dtype=torch.float64)
     for start in range(0, weight.shape[0], _BAND):
         ids = torch.arange(start, min(start + _BAND, weight.shape[0]))
-        rows = weight.rows(ids).float() + scale * (a[ids].float() @ b.float().T)
+        rows = _rows(weight, ids) + scale * (a[ids].float() @ b.float().T)
         squares += rows.double().square().sum(0)
     return squares.sqrt()

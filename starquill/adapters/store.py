@@ -20,6 +20,7 @@ from starquill.checkpoint.hub import locate_adapter
 from starquill.errors import BadRequestError, CapacityError, listing
 from starquill.nn.linear import Embedding
 from starquill.nn.lora import AdapterMix, LoraBank, LoraPart, RowsBank, RowsPart
+from starquill.quant.weight import moved, tensors_of
 
 log = logging.getLogger("starquill")
 _MIXES_KEPT = 64
@@ -229,6 +230,9 @@ class AdapterStore:
         numbers = {path: number for number, path in enumerate(base.modules)}
         for path, part in parts.items():
             module = base.modules[path]
+            device = next(tensors_of(module.weight)).device
+            if device.type != "cpu":  # adapters are where what they act on is
+                part = moved(part, str(device))
             if isinstance(module, Embedding):
                 assert isinstance(part, RowsPart)
                 rows = module.lora or RowsBank(numbers[path])

@@ -17,13 +17,21 @@ from starquill.models.spec import ArchSpec, ModelConfig
 from starquill.nn.experts import ExpertLinear
 from starquill.nn.linear import Embedding, Linear
 from starquill.quant.affine import AffineWeight
-from starquill.quant.weight import Computing, DenseWeight, PermutedWeight, Weight
+from starquill.quant.weight import (
+    Computing,
+    DenseWeight,
+    PermutedWeight,
+    Weight,
+    moved,
+    tensors_of,
+)
 
 TWO_BYTES = (torch.bfloat16, torch.float16)
 _READABLE = ("BF16", "F16", "F32")
 _HOLDERS = Linear | Embedding | ExpertLinear  # what has a `Weight`
 
 Prepare = Callable[[str, Stored], Stored]
+Settle = Callable[[nn.Module, str], None]
 
 
 def as_read(_: str, value: Stored) -> Stored:
@@ -63,12 +71,14 @@ def build(
     prepare: Prepare = as_read,
     *,
     on_read: Callable[[str], None] | None = None,
+    settle: Settle | None = None,
 ) -> BuiltModel:
     """Build the model of `config` and fill it from `source`.
 
-    `prepare` may quantize a tensor on its way: it gets our name and what was read; `on_read` is
-    told each name. Norm parameters are float32 whatever `computing` says. Raises CheckpointError
-    with every missing, unexpected and misshapen tensor at once, before any weight is read.
+    `prepare` may quantize a tensor on its way: it gets our name and what was read; `settle` puts
+    it on its device; `on_read` is told each name. Norm parameters are float32 whatever
+    `computing` says. Raises CheckpointError with every missing, unexpected and misshapen tensor
+    at once, before any weight is read.
     """
     model = spec.Model(config)
     fit = compare(spec, model, source.infos)
@@ -78,6 +88,8 @@ def build(
     warnings = list(_head_warnings(config, head in names, head))
     for ours, theirs in names.items():
         assign(model, ours, prepare(ours, source.read(theirs)), computing)
+        if settle is not None:
+            settle(model, ours)
         if on_read is not None:
             on_read(ours)
     own_head = head in names and not _same_tensor(model, spec)
@@ -201,12 +213,15 @@ def assign(model: nn.Module, name: str, value: Stored, computing: Computing) -> 
     if isinstance(module, _HOLDERS) and attribute == "weight":
         if isinstance(value, Tensor):
             kept = value.dtype if computing.as_stored and value.dtype in TWO_BYTES else dtype
-            module.weight = DenseWeight(_convert(value, name, kept), dtype)
-            return
-        affine = value.inner if isinstance(value, PermutedWeight) else value
-        _check_finite(affine.scales, name)
-        _check_finite(affine.biases, name)
-        module.weight = value.computing(dtype, computing.exact)
+            weight: Weight = DenseWeight(_convert(value, name, kept), dtype)
+        else:
+            affine = value.inner if isinstance(value, PermutedWeight) else value
+            _check_finite(affine.scales, name)
+            _check_finite(affine.biases, name)
+            weight = value.computing(dtype, computing.exact)
+        # In place of another it goes where that one is.
+        device = str(next(tensors_of(module.weight)).device)
+        module.weight = weight if device in ("meta", "cpu") else moved(weight, device)
         return
     assert isinstance(value, Tensor), f"{name} cannot be quantized"
     # Norms are computed in float32, so their parameters are kept in it.
@@ -244,7 +259,10 @@ def _same_tensor(model: nn.Module, spec: ArchSpec) -> bool:
         )
     else:
         return False
-    return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
+    return all(
+        one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+        for one, other in pairs
+    )
 
 
 def tie(model: nn.Module, spec: ArchSpec) -> None:
@@ -265,5 +283,8 @@ def _check_nothing_on_meta(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, tensor in module.named_parameters(recurse=False):
             assert not tensor.is_meta, f"{path}.{name} was never loaded"
-        if isinstance(module, _HOLDERS) and isinstance(module.weight, DenseWeight):
-            assert not module.weight.data.is_meta, f"{path}.weight was never loaded"
+        for name, tensor in module.named_buffers(recurse=False):
+            assert not tensor.is_meta, f"{path}.{name} was never filled"
+        if isinstance(module, _HOLDERS):
+            for tensor in tensors_of(module.weight):
+                assert not tensor.is_meta, f"{path}.weight was never loaded"

@@ -9,6 +9,7 @@ from typing import Any
 
 from starquill.checkpoint.files import read_json, read_json_if_there
 from starquill.checkpoint.hub import ModelFiles
+from starquill.checkpoint.mapped import MappedFiles
 from starquill.checkpoint.mlx import MlxSource
 from starquill.checkpoint.prequantized import PrequantizedSource
 from starquill.checkpoint.source import DenseSource, WeightSource, open_headers, open_source
@@ -53,6 +54,21 @@ def open_checkpoint(files: ModelFiles, *, headers_only: bool = False) -> Checkpo
     ends, warnings = end_tokens((raw, generation), tokenizer, config.vocab_size)
     warnings = [*source.warnings, *warnings]
     return Checkpoint(files.folder, spec, raw, config, source, tokenizer, ends, tuple(warnings))
+
+
+def open_mapped(files: ModelFiles, checkpoint: Checkpoint) -> tuple[WeightSource, MappedFiles]:
+    """The tensors of an opened checkpoint as views of its files, for what stays on disk."""
+    if not checkpoint.is_folder:
+        raise UnsupportedError(
+            f"{files.weights} cannot be run from disk; write it as a folder with `starquill "
+            "quantize` and load that"
+        )
+    mapped = MappedFiles(open_source(files))
+    source = _open_tensors(mapped, checkpoint.raw_config)
+    spec = checkpoint.spec
+    if spec.experts is not None:
+        source = StackedSource(source, spec, spec.experts.count(checkpoint.config))
+    return source, mapped
 
 
 def _open_tensors(source: DenseSource, raw: Mapping[str, Any]) -> WeightSource:

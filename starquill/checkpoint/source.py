@@ -128,7 +128,7 @@ class SafetensorsSource:
             raise CheckpointError(f"{path}: {name} cannot be read: {error.strerror}") from None
         if done != count:
             raise CheckpointError(f"{path} became shorter while it was read")
-        return self._shaped(name, data)
+        return self.shaped(name, data)
 
     def map(self, name: str) -> Tensor:
         """One tensor, mapped from its file: for what is kept just as it is stored.
@@ -149,7 +149,7 @@ class SafetensorsSource:
         if hasattr(mmap, "MADV_WILLNEED"):
             mapped.madvise(mmap.MADV_WILLNEED)
         data = torch.frombuffer(mapped, dtype=torch.uint8, offset=start - first, count=count)
-        return self._shaped(name, data)
+        return self.shaped(name, data)
 
     def _size(self, name: str) -> int:
         info = self._locations[name].info
@@ -158,7 +158,13 @@ class SafetensorsSource:
             raise UnsupportedError(f"{path}: {name} is {info.dtype}, which is not read")
         return info.nbytes
 
-    def _shaped(self, name: str, data: Tensor) -> Tensor:
+    def where(self, name: str) -> tuple[Path, int]:
+        """The file that has a tensor, and where in it its bytes begin."""
+        self._size(name)
+        return self._place[name], self._locations[name].start
+
+    def shaped(self, name: str, data: Tensor) -> Tensor:
+        """Its bytes `[n]` uint8 as what they stand for."""
         info = self._locations[name].info
         return data.view(_DTYPES[info.dtype]).reshape(info.shape)
 

@@ -84,6 +84,19 @@ class ModelOptions:
     exact: Annotated[
         bool, _option("Multiply quantized weights with unrounded activations.", "--exact")
     ] = False
+    device_map: Annotated[
+        str | None,
+        _option(
+            "auto, a device, or layers: cuda:0=0-15,cpu=16-29,disk=30-39. Wins over --topology.",
+            metavar="MAP",
+        ),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        _option("What devices may give: cuda:0=10GiB,cpu=16GiB,disk=inf.", metavar="SIZES"),
+    ] = None
+    max_seq_len: Annotated[int | None, _option("Tokens in a sequence, to have room for.")] = None
+    max_batch_size: Annotated[int | None, _option("Sequences at once, to have room for.")] = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,7 @@ class QuantizeOptions:
             metavar="REGEX=SCHEME",
         ),
     ] = None
-    topology: Annotated[Path | None, _option("A YAML file of schemes by layer.")] = None
+    topology: Annotated[Path | None, _option("A YAML file of schemes and devices by layer.")] = None
     calibrate: Annotated[
         Path | None,
         _option(
@@ -149,10 +162,8 @@ class QuantizeOptions:
             return made if self.steps is None else replace(made, steps=self.steps)
         if self.organization or self.trunk_quant or self.distill:
             raise BadRequestError("--organization, --trunk-quant and --distill need --quant")
-        if self.quant_override or self.topology or self.calibrate or self.quant_strict:
-            raise BadRequestError(
-                "--quant-override, --topology, --calibrate and --quant-strict need --quant"
-            )
+        if self.quant_override or self.calibrate or self.quant_strict:
+            raise BadRequestError("--quant-override, --calibrate and --quant-strict need --quant")
         return None
 
 

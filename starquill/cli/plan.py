@@ -6,7 +6,7 @@ import json as jsonlib
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,18 +14,15 @@ import typer
 
 from starquill.cli.options import QuantizeOptions, expand_options
 from starquill.errors import BadRequestError, CapacityError, printable
-from starquill.placement.devices import read_budgets, size_text
-from starquill.placement.maps import AUTO, DeviceMap, read_device_map, resolve
-from starquill.placement.offers import Offer, Variant, offers
+from starquill.placement.devices import size_text
+from starquill.placement.maps import AUTO
+from starquill.placement.offers import Offer
 from starquill.placement.plan import DoesNotFitError, Placement
-from starquill.placement.plan import plan as place
-from starquill.placement.sizes import ModelSizes, Names, Needs, TensorSize, sizes_of
-from starquill.placement.topology import Topology, parse_topology
+from starquill.placement.sizes import ModelSizes
 
 if TYPE_CHECKING:
     from starquill.checkpoint.opening import Checkpoint
     from starquill.quant.weight import Computing
-    from starquill.quantizing import QuantOptions
 
 _FEWER_BITS = ("8", "6", "5", "4", "3", "2")
 _WIDTH_IN_A_PIPE = 200
@@ -73,42 +70,37 @@ def plan(
 
     Calibration changes no size and is not run.
     """
-    given = None if where.max_memory is None else read_budgets(where.max_memory)
+    from starquill.placing import DeviceOptions, Request, Subject
+
+    devices = DeviceOptions(
+        where.device_map,
+        where.max_memory,
+        where.max_seq_len,
+        where.max_batch_size,
+        options.topology,
+    )
+    devices.budgets()
     computing = _computing(where.dtype)
     checkpoint = _opened(model, where.revision)
-    needs = _needs(where, checkpoint.config.context_length)
-    topology = _topology(options, checkpoint.config.num_hidden_layers)
     command = _Command(model, where, options)
-    if options.quant is None and topology is not None and not topology.quants:
-        options = replace(options, topology=None)
-    subject = _Subject(checkpoint, computing, options.chosen())
-    sizes, summary = subject.sizes()
-    devices = _device_map(where.device_map, topology, len(sizes.layers), sizes.tied)
-    free = _free() if given is None or devices is not None else {}
-    budgets = free if given is None else given if devices is None else {**free, **given}
+    request = Request(Subject(checkpoint, computing, options.chosen()), devices)
+    needs = request.needs
     asked = {"model": model, "max_seq_len": needs.max_seq_len}
-    asked |= {"max_batch_size": needs.max_batch_size, "quantization": summary}
+    asked |= {"max_batch_size": needs.max_batch_size, "quantization": request.sized[1]}
     try:
-        placement = place(sizes, budgets, needs, devices)
+        placement = request.place()
     except DoesNotFitError as error:
-        command = replace(command, placed=devices is not None)
-        found = offers(list(subject.variants(sizes)), given or free, needs)
+        command = replace(command, placed=request.devices is not None)
+        found = request.offers()
         if json:
             print(jsonlib.dumps({**asked, **_refusal(error, found, command)}))
         raise CapacityError(f"{error}; {_offered(found, command)}") from None
-    facts = {**asked, **_facts(placement, sizes, budgets)}
+    facts = {**asked, **_facts(placement, request.sizes, request.budgets)}
     if json:
         print(jsonlib.dumps(facts))
     else:
         _print_table(facts)
     return 0
-
-
-def _needs(where: PlanOptions, context: int) -> Needs:
-    length = context if where.max_seq_len is None else where.max_seq_len
-    needs = Needs(length, where.max_batch_size)
-    needs.check(context)
-    return needs
 
 
 def _computing(name: str) -> Computing:
@@ -132,90 +124,6 @@ def _opened(model: str, revision: str | None) -> Checkpoint:
     spec = checkpoint.spec
     compare(spec, spec.Model(checkpoint.config), checkpoint.source.infos).check()
     return checkpoint
-
-
-def _topology(options: QuantizeOptions, layers: int) -> Topology | None:
-    from starquill.checkpoint.files import read_text
-
-    if options.topology is None:
-        return None
-    return parse_topology(read_text(options.topology), layers, str(options.topology))
-
-
-def _device_map(
-    text: str | None, topology: Topology | None, layers: int, tied: bool
-) -> DeviceMap | None:
-    if text is None and topology is not None and topology.devices:
-        return resolve(topology.devices, layers, tied, "topology")
-    return read_device_map(text or AUTO, layers, tied=tied)
-
-
-def _free() -> dict[str, float]:
-    """What the devices of this machine have free."""
-    import torch
-
-    from starquill.checkpoint.memory import available_memory
-
-    memory = available_memory()
-    found: dict[str, float] = {"cpu": math.inf if memory is None else memory}
-    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        found[f"cuda:{number}"] = torch.cuda.mem_get_info(number)[0]
-    return found
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """A checkpoint, and how it is to be loaded."""
-
-    checkpoint: Checkpoint
-    computing: Computing
-    quant: QuantOptions | None
-
-    def sizes(self) -> tuple[ModelSizes, str | None]:
-        """Bytes by part, and the quantization in one line."""
-        from starquill.checkpoint.source import HeaderSource
-        from starquill.engine.runner import PREFILL_CHUNK
-        from starquill.isq import IsqPlan
-        from starquill.kernels.attention import BLOCK
-        from starquill.quantizing import plan_checkpoint, planned_bytes, stored_infos
-
-        checkpoint, spec = self.checkpoint, self.checkpoint.spec
-        infos = stored_infos(checkpoint)
-        schemes = IsqPlan({})
-        if self.quant is not None:
-            schemes = plan_checkpoint(checkpoint, replace(self.quant, calibrate=None))
-
-        def planned(name: str) -> TensorSize:
-            alone = replace(checkpoint, source=HeaderSource({name: infos[name]}))
-            stored = infos[name].dtype if infos[name].is_quantized else None
-            scheme = str(schemes.schemes[name]) if name in schemes.schemes else stored
-            size = planned_bytes(alone, schemes, self.computing)
-            return TensorSize(infos[name].shape, size, scheme)
-
-        shape = checkpoint.config.cache_shape()
-        sizes = sizes_of(
-            {name: planned(name) for name in infos},
-            Names(spec.layer_prefix, spec.embedding, spec.head),
-            shape.layers,
-            shape.block_bytes(self.computing.dtype) // (shape.layers * BLOCK),
-            window=shape.window,
-        )
-        sizes = replace(sizes, block=BLOCK, chunk=PREFILL_CHUNK)
-        return sizes, schemes.summary(infos) if schemes.schemes else None
-
-    def variants(self, sizes: ModelSizes) -> Iterator[Variant]:
-        """As asked for, and with ever fewer bits where the checkpoint is not quantized yet."""
-        from starquill.quantizing import QuantOptions
-
-        yield Variant(None, sizes)
-        if any(info.is_quantized for info in self.checkpoint.source.infos.values()):
-            return
-        for scheme in _FEWER_BITS:
-            options = QuantOptions(scheme) if self.quant is None else self.quant
-            quant = replace(options, scheme=scheme, strict=False)
-            fewer, _ = replace(self, quant=quant).sizes()
-            if fewer.weights < sizes.weights:
-                yield Variant(scheme, fewer)
 
 
 @dataclass(frozen=True)

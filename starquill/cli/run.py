@@ -60,6 +60,11 @@ def load_model(
             exact=options.exact,
             xlora=xlora.xlora,
             xlora_freeze=xlora.xlora_freeze,
+            device_map=options.device_map,
+            max_memory=options.max_memory,
+            max_seq_len=options.max_seq_len,
+            max_batch_size=options.max_batch_size,
+            topology=quantize.topology,
             on_progress=show,
         )
 

@@ -17,6 +17,8 @@ from starquill.engine.grammar import GrammarVocabulary
 from starquill.engine.healing import HealingVocabulary
 from starquill.errors import UnsupportedError
 from starquill.models.spec import ArchSpec, ModelConfig
+from starquill.placement.plan import Placement
+from starquill.placement.sizes import host
 from starquill.types import RequantizeReport
 
 
@@ -34,7 +36,9 @@ class LoadedModel:
 
     `model` is the architecture's module with every weight in place, computing in `dtype`.
     `end_ids` are the tokens that end any text. `tokenizer` is None for a checkpoint without
-    one; such a model runs on token ids alone. `xlora` acts on every request.
+    one; such a model runs on token ids alone. `xlora` acts on every request. `placement` is the
+    plan that it was loaded by, None where all is in the CPU's memory; `room` is how long a sequence
+    may get and how many there may be at once, where that was planned for.
     """
 
     name: str
@@ -49,6 +53,15 @@ class LoadedModel:
     warnings: tuple[str, ...] = ()
     requantizer: Requantizing | None = None
     xlora: XLora | None = None
+    placement: Placement | None = None
+    room: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def cache_devices(self) -> tuple[str, ...] | None:
+        """Where the caches of the layers belong; None for the CPU."""
+        if self.placement is None:
+            return None
+        return tuple(host(layer.device) for layer in self.placement.layers)
 
     def requantize(self, quant: Any) -> RequantizeReport:
         """Quantize anew from the checkpoint: a scheme, recipe or `QuantOptions`; None undoes it.

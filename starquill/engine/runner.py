@@ -32,7 +32,8 @@ class Runner:
     ) -> None:
         self.loaded = loaded
         self.prefill_chunk = prefill_chunk
-        self.cache = KvCache(loaded.config.cache_shape(), loaded.dtype, blocks)
+        shape, devices = loaded.config.cache_shape(), loaded.cache_devices
+        self.cache = KvCache(shape, loaded.dtype, blocks, devices=devices)
 
     @torch.inference_mode()
     def advance(self, place: Place, ids: Sequence[int], mix: AdapterMix | None = None) -> Tensor:
@@ -126,7 +127,7 @@ class Runner:
     def _head(self, hidden: Tensor, mix: AdapterMix | None) -> Tensor:
         model = self.loaded.model
         logits: Tensor = model.logits(hidden) if mix is None else model.logits(hidden, mix)
-        return logits
+        return logits.cpu()
 
     def check(self, logits: Tensor) -> None:
         """Raise NumericsError for logits that are not finite."""

@@ -54,9 +54,12 @@ class Stepper:
     def __init__(self, loaded: LoadedModel, options: EngineOptions) -> None:
         check_options(options)
         self._loaded = loaded
-        self._options = options
+        longest, most = loaded.room
+        self._options = options = replace(options, slots=min(options.slots, most or options.slots))
         self.context = min(
-            options.context or loaded.config.context_length, loaded.config.context_length
+            options.context or loaded.config.context_length,
+            longest or loaded.config.context_length,
+            loaded.config.context_length,
         )
         blocks = self._block_count()
         self._runner = Runner(loaded, blocks, options.prefill_chunk)

@@ -6,6 +6,7 @@ Attribute names and order are those of transformers' models.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from starquill.nn.lora import AdapterMix
 from starquill.nn.norm import LayerNorm, RMSNorm
 from starquill.nn.residual import residual
 from starquill.nn.rope import rope_table
+from starquill.nn.route import ONE_DEVICE, OneDevice, Route
 
 Norm = type[LayerNorm] | type[RMSNorm]
 MakeAttention = Callable[[MixtureConfig, int], nn.Module]
@@ -104,6 +106,8 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head. `attention` and `mlp` make those of a layer by its number."""
 
+    route: Route | OneDevice = ONE_DEVICE
+
     def __init__(
         self, config: MixtureConfig, norm: Norm, attention: MakeAttention, mlp: MakeMlp
     ) -> None:
@@ -114,12 +118,12 @@ class CausalLM(nn.Module):
 
     def embed(self, ids: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[B, T] -> [B, T, D]`: what enters the first layer."""
-        return self.model.embed_tokens(ids, mix)
+        return self.model.embed_tokens(self.route.to_embedding(ids), mix)
 
-    def step(self, batch: StepBatch) -> AttentionStep:
-        """What all layers share; plans the cache."""
+    def step(self, batch: StepBatch, layer: int = 0) -> AttentionStep:
+        """What all layers on the device of `layer` share; plans the cache."""
         cos, sin = rope_table(self.config.rope, batch.positions, batch.spans)
-        plan = batch.cache.plan(batch.tables, batch.positions)
+        plan = batch.cache.plan(batch.tables, batch.positions, layer)
         return AttentionStep(cos, sin, batch.cache, plan, batch.mix)
 
     def finish(self, x: Tensor) -> Tensor:
@@ -128,11 +132,11 @@ class CausalLM(nn.Module):
 
     def hidden(self, batch: StepBatch) -> Tensor:
         """Final hidden states `[B, T, D]`; writes the cache, does not advance its lengths."""
-        x, step = self.embed(batch.ids, batch.mix), self.step(batch)
-        for layer in self.model.layers:
-            x = layer(x, step)
+        x = self.embed(batch.ids, batch.mix)
+        x = self.route.through(self.model.layers, x, partial(self.step, batch))
         return self.finish(x)
 
     def logits(self, hidden: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[..., D] -> [..., V]` float32."""
+        self.route.at_head()
         return self.lm_head(hidden, mix).float()

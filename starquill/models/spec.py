@@ -13,6 +13,7 @@ from torch import Tensor
 
 from starquill.nn.cache import CacheShape, KvCache, Place
 from starquill.nn.lora import AdapterMix
+from starquill.nn.route import OneDevice, Route
 
 
 class ModelConfig(Protocol):
@@ -76,15 +77,17 @@ class ModelParts(Protocol):
     """A model to be run whole (`hidden`), or a layer at a time where it does not fit at once.
 
     `hidden` is `embed`, then `layer(x, step(batch))` for every layer, then `finish`. A layer
-    touches no layer of the cache but its own.
+    touches no layer of the cache but its own. `route` says where `hidden` finds its parts.
     """
+
+    route: Route | OneDevice
 
     def embed(self, ids: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[B, T] -> [B, T, D]`: what enters the first layer."""
         ...
 
-    def step(self, batch: StepBatch) -> Any:
-        """What all layers share."""
+    def step(self, batch: StepBatch, layer: int = 0) -> Any:
+        """What all layers on the device of `layer` share."""
         ...
 
     def finish(self, x: Tensor) -> Tensor:

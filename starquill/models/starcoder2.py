@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from starquill.nn.lora import AdapterMix
 from starquill.nn.norm import LayerNorm
 from starquill.nn.residual import residual
 from starquill.nn.rope import RopeConfig, rope_table, turning
+from starquill.nn.route import ONE_DEVICE, OneDevice, Route
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ class Starcoder2Model(nn.Module):
 
 
 class Starcoder2ForCausalLM(nn.Module):
+    route: Route | OneDevice = ONE_DEVICE
+
     def __init__(self, config: Starcoder2Config) -> None:
         super().__init__()
         self.config = config
@@ -158,12 +162,12 @@ class Starcoder2ForCausalLM(nn.Module):
 
     def embed(self, ids: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[B, T] -> [B, T, D]`: what enters the first layer."""
-        return self.model.embed_tokens(ids, mix)
+        return self.model.embed_tokens(self.route.to_embedding(ids), mix)
 
-    def step(self, batch: StepBatch) -> AttentionStep:
-        """What all layers share; plans the cache."""
+    def step(self, batch: StepBatch, layer: int = 0) -> AttentionStep:
+        """What all layers on the device of `layer` share; plans the cache."""
         cos, sin = rope_table(self.config.rope, batch.positions, batch.spans)
-        plan = batch.cache.plan(batch.tables, batch.positions)
+        plan = batch.cache.plan(batch.tables, batch.positions, layer)
         return AttentionStep(cos, sin, batch.cache, plan, batch.mix)
 
     def finish(self, x: Tensor) -> Tensor:
@@ -172,13 +176,13 @@ class Starcoder2ForCausalLM(nn.Module):
 
     def hidden(self, batch: StepBatch) -> Tensor:
         """Final hidden states `[B, T, D]`; writes the cache, does not advance its lengths."""
-        x, step = self.embed(batch.ids, batch.mix), self.step(batch)
-        for layer in self.model.layers:
-            x = layer(x, step)
+        x = self.embed(batch.ids, batch.mix)
+        x = self.route.through(self.model.layers, x, partial(self.step, batch))
         return self.finish(x)
 
     def logits(self, hidden: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[..., D] -> [..., V]` float32."""
+        self.route.at_head()
         return self.lm_head(hidden, mix).float()
 
 

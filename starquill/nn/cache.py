@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -84,7 +85,8 @@ class CacheStep:
         tables, start = self.paged.tables[row : row + 1], self.paged.starts[row : row + 1]
         window = self.paged.window
         first = 0 if window is None else max(0, int(start) - window + 1) // BLOCK
-        mask = _visible(torch.arange(first * BLOCK, int(start) + 1), start[:, None], window)
+        keys = torch.arange(first * BLOCK, int(start) + 1, device=start.device)
+        mask = _visible(keys, start[:, None], window)
         return CacheStep(Paged(tables, start, window), self.native, first, mask)
 
 
@@ -97,11 +99,18 @@ class KvCache:
     """
 
     def __init__(
-        self, shape: CacheShape, dtype: torch.dtype, blocks: int, *, shared: bool = False
+        self,
+        shape: CacheShape,
+        dtype: torch.dtype,
+        blocks: int,
+        *,
+        shared: bool = False,
+        devices: Sequence[str] | None = None,
     ) -> None:
         """Room for `blocks` besides the empty one.
 
         With `shared` the memory of one layer serves whichever runs, one after the other.
+        `devices` are where the layers are; None for the CPU.
         """
         self.shape = replace(shape, layers=1) if shared else shape
         self.dtype = dtype
@@ -109,8 +118,9 @@ class KvCache:
         self._shared = shared
         self._taken = 0
         size = (self.blocks, shape.kv_heads, BLOCK, shape.head_dim)
-        self._keys = [_zeros(size, dtype) for _ in range(self.shape.layers)]
-        self._values = [_zeros(size, dtype) for _ in range(self.shape.layers)]
+        places = devices or ["cpu"] * self.shape.layers
+        self._keys = [_zeros(size, dtype, place) for place in places]
+        self._values = [_zeros(size, dtype, place) for place in places]
 
     def place(self, span: int) -> Place:
         """For who shares the cache with nobody: a sequence in blocks that were never used."""
@@ -137,17 +147,24 @@ class KvCache:
             tensor[target, :, :tokens] = tensor[source, :, :tokens]
             tensor[target, :, tokens:] = 0
 
-    def plan(self, tables: Tensor, positions: Tensor) -> CacheStep:
-        """Plan a step of `positions` `[B, T]`, consecutive in each row, over `tables` `[B, W]`."""
+    def plan(self, tables: Tensor, positions: Tensor, layer: int = 0) -> CacheStep:
+        """Plan a step of `positions` `[B, T]`, consecutive in each row, over `tables` `[B, W]`.
+
+        Both on the CPU; the plan is for the device of `layer`.
+        """
         starts, tokens = positions[:, 0].contiguous(), positions.shape[1]
         window = self.shape.window
         paged = Paged(tables, starts, window)
-        if attends(self._keys[0]):
+        keys = self.layer(layer)[0]
+        if attends(keys):
             return CacheStep(paged, native=True)
         first = self.shape.first_block(int(starts.min()))
         extent = int(starts.max()) + tokens
         causal = extent == tokens and (window is None or tokens <= window)
         mask = None if causal else _visible(torch.arange(first * BLOCK, extent), positions, window)
+        if not keys.is_cpu:
+            paged = Paged(tables.to(keys.device), starts.to(keys.device), window)
+            mask = None if mask is None else mask.to(keys.device)
         return CacheStep(paged, False, first, mask, causal)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +185,8 @@ class KvCache:
 
 def _update_one(cache: Tensor, new: Tensor, step: CacheStep) -> Tensor:
     tables, tokens = step.paged.tables, new.shape[2]
-    positions = step.paged.starts[:, None] + torch.arange(tokens)  # [B, T]
+    new_tokens = torch.arange(tokens, device=new.device)
+    positions = step.paged.starts[:, None] + new_tokens  # [B, T]
     blocks = tables.gather(1, positions // BLOCK)
     cache[blocks, :, positions % BLOCK] = new.transpose(1, 2)
     extent = int(step.paged.starts.max()) + tokens
@@ -184,12 +202,14 @@ def _visible(key_positions: Tensor, positions: Tensor, window: int | None) -> Te
         allowed &= key_positions > queries - window
     if bool(allowed.all()):
         return None
-    mask = torch.zeros(allowed.shape, dtype=torch.float32)
+    mask = torch.zeros(allowed.shape, dtype=torch.float32, device=allowed.device)
     return mask.masked_fill_(~allowed, float("-inf"))[:, None]
 
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory until they are written to, as torch's own would."""
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Zeros that on the CPU take no memory until they are written to, as torch's own would."""
+    if device != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
     count = int(np.prod(size)) * dtype.itemsize
     data = np.zeros(count + _ALIGNED, dtype=np.uint8)
     start = -data.ctypes.data % _ALIGNED

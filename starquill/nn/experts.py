@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from starquill.nn.activation import ACTIVATIONS
+from starquill.nn.disk import LayerExperts
 from starquill.nn.linear import Linear
 from starquill.nn.lora import AdapterMix
 from starquill.nn.router import Router, Routes
@@ -64,7 +65,9 @@ class ExpertShape:
 
 
 class GatedExperts(nn.Module):
-    """Each is `down(act(gate x) · up x)`."""
+    """Each is `down(act(gate x) · up x)`. `disk` fetches those that stay there."""
+
+    disk: LayerExperts | None = None
 
     def __init__(self, shape: ExpertShape) -> None:
         super().__init__()
@@ -75,12 +78,16 @@ class GatedExperts(nn.Module):
         self.act = ACTIVATIONS[shape.hidden_act]
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        if self.disk is not None:
+            self.disk.fetch(groups.counts)
         gate = groups.each(self.act, self.gate_proj(x, groups))
         return self.down_proj(gate * self.up_proj(x, groups), groups)
 
 
 class PlainExperts(nn.Module):
-    """Each is `c_proj(act(c_fc x))`."""
+    """Each is `c_proj(act(c_fc x))`. `disk` fetches those that stay there."""
+
+    disk: LayerExperts | None = None
 
     def __init__(self, shape: ExpertShape) -> None:
         super().__init__()
@@ -90,6 +97,8 @@ class PlainExperts(nn.Module):
         self.act = ACTIVATIONS[shape.hidden_act]
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        if self.disk is not None:
+            self.disk.fetch(groups.counts)
         return self.c_proj(groups.each(self.act, self.c_fc(x, groups)), groups)
 
 

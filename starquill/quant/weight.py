@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from starquill.kernels.matmul import dense_matmul, takes_dense
 from starquill.quant.affine import AffineWeight
 from starquill.quant.bands import each_expert, in_bands
+
+Held = TypeVar("Held")
 
 
 class Weight(Protocol):
@@ -154,3 +157,29 @@ class PermutedWeight:
 
     def _in_order(self, columns: Tensor) -> Tensor:
         return columns[..., self.order.argsort()]
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a weight, or in anything else that is a dataclass or a tuple."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from tensors_of(part)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+def moved(value: Held, device: str) -> Held:
+    """The same with all its tensors on `device`."""
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(value.data.to(device), requires_grad=False)  # type: ignore[return-value]
+    if isinstance(value, Tensor):
+        return value.to(device)  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        return tuple(moved(part, device) for part in value)  # type: ignore[return-value]
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    own = {field.name: getattr(value, field.name) for field in fields(value)}
+    return replace(value, **{name: moved(part, device) for name, part in own.items()})

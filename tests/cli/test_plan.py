@@ -247,7 +247,7 @@ def test_without_budgets_it_is_what_is_free(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda number: (number * 10**9, 2 * 10**9))
-    monkeypatch.setattr("starquill.checkpoint.memory.available_memory", lambda: None)
+    monkeypatch.setattr("starquill.placing.available_memory", lambda: None)
     found = planned(capsys, folder)
     assert found["device_map"] == "cuda:1=0-3,embed=cuda:1,head=cuda:1"
     assert found["devices"][0]["free"] == 10**9

@@ -211,7 +211,7 @@ def test_a_mixture_is_requantized_while_it_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mixture_can_be_calibrated(tmp_path: Path, family: str) -> None:
-    """Attention gains by it; experts are quantized without, for now."""
+    """Attention gains by it, and experts that saw enough tokens."""
     raw = moe.config(family)
     folder = moe.write(tmp_path / "m", raw, moe.reference(raw))
     (tmp_path / "text.py").write_text("def f(x):\n    return x\n" * 20)
@@ -223,5 +223,4 @@ def test_a_mixture_can_be_calibrated(tmp_path: Path, family: str) -> None:
         if hasattr(getattr(module, "weight", None), "packed")
     }
     assert not same["model.layers.1.self_attn.q_proj"]
-    assert all(equal for name, equal in same.items() if ".experts." in name)
-    assert any(".experts." in name for name in same)
+    assert not all(equal for name, equal in same.items() if ".experts." in name)
