@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from starquill import StarquillError, __version__
-from starquill.cli import evaluate
+from starquill.cli import anymoe, evaluate
 from starquill.cli.batch import batch
 from starquill.cli.bench import bench
 from starquill.cli.fill import fill
@@ -45,6 +45,7 @@ app.command()(bench)
 app.command()(serve)
 app.command()(batch)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(anymoe.app, name="anymoe")
 
 
 def _print_version(wanted: bool) -> None:

@@ -51,6 +51,7 @@ class MixtureConfig:
     head_bias: bool = False
     clip_qkv: float | None = None
     jitter: float = 0.0
+    expert_rank: int | None = None
 
     @property
     def hidden_size(self) -> int:

@@ -2,7 +2,9 @@
 
 The config is StarCoder2's, with `num_local_experts`, `num_experts_per_tok`, `norm_topk_prob` (true
 if it is missing), `gate_bias` (false if it is missing) and `mlp_only_layers`, whose MLPs are plain.
-An expert is an MLP: `model.layers.N.mlp.experts.E.c_fc.weight`, chosen by `mlp.gate`.
+An expert is an MLP: `model.layers.N.mlp.experts.E.c_fc.weight`, chosen by `mlp.gate`. With
+`expert_rank` all experts share one, `mlp.experts.c_fc.base`, of which expert 0 is nothing else;
+to what it computes each other adds its LoRA, `mlp.experts.c_fc.a.weight` and `b.weight`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from starquill.models.decoder import Attention, CausalLM
 from starquill.models.mixture import Defaults, MixtureConfig, read_mixture
 from starquill.models.spec import ArchSpec, ExpertNames
 from starquill.nn.activation import ACTIVATIONS
-from starquill.nn.experts import PlainExperts, SparseMlp
+from starquill.nn.experts import DeltaExperts, PlainExperts, SparseMlp
 from starquill.nn.linear import Linear
 from starquill.nn.lora import AdapterMix
 from starquill.nn.norm import LayerNorm
@@ -38,6 +40,7 @@ def read_config(raw: Mapping[str, Any]) -> MixtureConfig:
             "normalise": reader.boolean("norm_topk_prob", True),
             "gate_bias": reader.boolean("gate_bias", False),
             "dense": frozenset(reader.whole_numbers("mlp_only_layers", MOST_LAYERS)),
+            "expert_rank": reader.positive_int("expert_rank", None),
         }
 
     return read_mixture(reader, DEFAULTS, more)
@@ -59,7 +62,9 @@ def _mlp(config: MixtureConfig, layer: int) -> nn.Module:
         return PlainMlp(config)
     route = partial(top_of_softmax, top=config.num_experts_per_tok, normalise=config.normalise)
     gate = Linear(config.hidden_size, config.num_experts, config.gate_bias)
-    return SparseMlp(gate, PlainExperts(config.expert_shape(config.use_bias)), route)
+    shape, rank = config.expert_shape(config.use_bias), config.expert_rank
+    experts = PlainExperts(shape) if rank is None else DeltaExperts(shape, rank)
+    return SparseMlp(gate, experts, route)
 
 
 def model(config: MixtureConfig) -> CausalLM:

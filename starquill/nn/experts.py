@@ -102,10 +102,45 @@ class PlainExperts(nn.Module):
         return self.c_proj(groups.each(self.act, self.c_fc(x, groups)), groups)
 
 
+class DeltaLinear(nn.Module):
+    """One `Linear` that all experts share, and what each but the first adds: `x Aᵀ Bᵀ`."""
+
+    def __init__(self, shape: ExpertShape, in_features: int, out_features: int, rank: int) -> None:
+        super().__init__()
+        self.base = Linear(in_features, out_features, shape.bias)
+        self.a = ExpertLinear(shape.experts - 1, in_features, rank, bias=False)
+        self.b = ExpertLinear(shape.experts - 1, rank, out_features, bias=False)
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        y = groups.each(self.base, x)
+        own = int(groups.counts[0])
+        if own == len(x):
+            return y
+        others = Groups(groups.experts[own:] - 1, groups.counts[1:], groups.one)
+        added = self.b(self.a(x[own:], others), others)
+        return torch.cat([y[:own], y[own:] + added])
+
+
+class DeltaExperts(nn.Module):
+    """Each is `c_proj(act(c_fc x))`, and differs from the first by a LoRA."""
+
+    def __init__(self, shape: ExpertShape, rank: int) -> None:
+        super().__init__()
+        self.c_fc = DeltaLinear(shape, shape.hidden_size, shape.intermediate_size, rank)
+        self.c_proj = DeltaLinear(shape, shape.intermediate_size, shape.hidden_size, rank)
+        self.act = ACTIVATIONS[shape.hidden_act]
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        return self.c_proj(groups.each(self.act, self.c_fc(x, groups)), groups)
+
+
+Experts = GatedExperts | PlainExperts | DeltaExperts
+
+
 class SparseMlp(nn.Module):
     """A mixture: `gate` scores the experts, `route` chooses, the chosen ones work."""
 
-    def __init__(self, gate: Linear, experts: GatedExperts | PlainExperts, route: Router) -> None:
+    def __init__(self, gate: Linear, experts: Experts, route: Router) -> None:
         super().__init__()
         self.gate = gate
         self.experts = experts
