@@ -205,7 +205,7 @@ class _NoCache:
 
     window: int | None
 
-    def plan(self, tables: Tensor, positions: Tensor) -> CacheStep:
+    def plan(self, tables: Tensor, positions: Tensor, _: int = 0) -> CacheStep:
         paged = Paged(tables, positions[:, 0], self.window)
         distance = positions[:, :, None] - positions[:, None, :]
         if self.window is None or positions.shape[1] <= self.window:

@@ -220,7 +220,7 @@ def assign(model: nn.Module, name: str, value: Stored, computing: Computing) -> 
             _check_finite(affine.biases, name)
             weight = value.computing(dtype, computing.exact)
         # In place of another it goes where that one is.
-        device = str(next(tensors_of(module.weight)).device)
+        device = next((str(tensor.device) for tensor in tensors_of(module.weight)), "cpu")
         module.weight = weight if device in ("meta", "cpu") else moved(weight, device)
         return
     assert isinstance(value, Tensor), f"{name} cannot be quantized"

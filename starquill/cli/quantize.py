@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from starquill.cli.options import QuantizeOptions, expand_options
+from starquill.errors import BadRequestError
 
 DEFAULT_SCHEME = "4"
 
@@ -26,7 +27,9 @@ def quantize(
     from starquill.cli.progress import reading_bar
     from starquill.quantizing import quantize_checkpoint
 
-    if options.quant is None and not _experts_only(options):
+    if options.quant is None:
+        if _experts_only(options):
+            raise BadRequestError("experts alone need --quant, the bits that they get")
         options = replace(options, quant=DEFAULT_SCHEME)
     chosen = options.chosen()
     assert chosen is not None
