@@ -272,6 +272,7 @@ void gelu_at(uintptr_t x, uintptr_t y, int64_t count, int threads) {
 void lora_at(const std::array<uintptr_t, 3>& at, const std::array<int64_t, 2>& shape,
              const nb::bytes& entries, int threads) {
   check(entries.size() % sizeof(LoraEntry) == 0, "entries are not packed as LoraEntry");
+  if (entries.size() == 0) return;  // nothing acts on any row
   std::vector<LoraEntry> all(entries.size() / sizeof(LoraEntry));
   std::memcpy(all.data(), entries.c_str(), entries.size());
   const Lora job{all.data(), static_cast<int64_t>(all.size()), reinterpret_cast<const float*>(at[0]),
