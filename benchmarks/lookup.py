@@ -171,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lines", type=int, default=300, help="of the edited file")
     parser.add_argument("--prompt", type=int, default=512, help="tokens before free text")
     parser.add_argument("--tokens", type=int, default=256, help="of free text")
-    parser.add_argument("--lookup", type=int, default=8, help="tokens guessed at most")
+    parser.add_argument("--lookup", type=int, default=16, help="tokens guessed at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()

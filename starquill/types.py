@@ -195,7 +195,7 @@ class EngineOptions:
     cache_bytes: int | None = None
     prefill_chunk: int = 512
     prefix_cache: bool = True
-    lookup: int = 8
+    lookup: int = 16
 
 
 @dataclass(frozen=True)

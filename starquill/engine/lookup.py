@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_GRAM = 3  # tokens that must agree
-_WEIGHT = 0.2  # of the newest observation in a running mean
+# Tokens that must agree. Of an edited file shorter ones find the wrong place too often.
+_GRAM = 5
+_WEIGHT = 0.1  # of the newest observation in a running mean
 _FIRST_CHANCE = 0.4
 _FIRST_COST = 0.2
 

@@ -35,14 +35,14 @@ FREE = cost_of(0.01)
 @pytest.mark.parametrize(
     ("ids", "limit", "expected"),
     [
-        ([1, 2, 3, 4, 5, 1, 2, 3], 2, [4, 5]),
-        ([1, 2, 3, 4, 5, 1, 2, 3], 4, [4, 5, 1, 2]),
-        ([1, 2, 3, 4, 1, 2, 3, 9, 1, 2, 3], 1, [9]),  # the latest
-        ([7, 7, 7, 7], 3, [7, 7, 7]),  # goes on past its own end
-        ([1, 2, 1, 2, 1], 4, [2, 1, 2, 1]),
-        ([1, 2, 3, 4, 5, 2, 3], 3, []),
-        ([1, 2], 3, []),
-        ([1, 2, 3, 4, 1, 2, 3], 0, []),
+        ([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5], 2, [6, 7]),
+        ([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5], 4, [6, 7, 1, 2]),
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 9, 1, 2, 3, 4, 5], 1, [9]),  # the latest
+        ([7, 7, 7, 7, 7, 7], 3, [7, 7, 7]),  # goes on past its own end
+        ([1, 2, 1, 2, 1, 2, 1], 4, [2, 1, 2, 1]),
+        ([1, 2, 3, 4, 5, 6, 7, 2, 3, 4, 5], 3, []),
+        ([1, 2, 3, 4], 3, []),
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], 0, []),
     ],
 )
 def test_what_followed_before_is_proposed(ids: list[int], limit: int, expected: list[int]) -> None:
@@ -66,17 +66,17 @@ def test_it_stops_when_it_does_not_pay_and_begins_again() -> None:
     lookup, cost = PromptLookup([], 8), cost_of(0.2)
     chance = random.Random(0)
     for _ in range(60):
-        for token in (1, 2, 3, chance.randrange(10, 10**6)):
+        for token in (1, 2, 3, 4, 5, chance.randrange(10, 10**6)):
             lookup.add(token)
-    for token in (1, 2, 3):
+    for token in (1, 2, 3, 4, 5):
         lookup.add(token)
     assert list(lookup.propose(cost, 1, 8)) == []
-    for _ in range(10):
-        for token in (1, 2, 3, 4):
+    for _ in range(30):
+        for token in (1, 2, 3, 4, 5, 6):
             lookup.add(token)
-    for token in (1, 2, 3):
+    for token in (1, 2, 3, 4, 5):
         lookup.add(token)
-    assert list(lookup.propose(cost, 1, 8)) == [4, 1, 2, 3, 4, 1, 2, 3]
+    assert list(lookup.propose(cost, 1, 8)) == [6, 1, 2, 3, 4, 5, 6, 1]
 
 
 def test_dear_rows_and_much_company_make_proposals_short() -> None:
