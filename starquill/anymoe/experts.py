@@ -19,8 +19,9 @@ from starquill.checkpoint.opening import Checkpoint, open_checkpoint
 from starquill.checkpoint.source import Stored
 from starquill.errors import AdapterError, CheckpointError, UnsupportedError, listing
 from starquill.kernels.native import is_finite
+from starquill.models.causal import PlainMlp
 from starquill.models.spec import ArchSpec
-from starquill.models.starcoder2 import Starcoder2Config, Starcoder2MLP
+from starquill.models.starcoder2 import Starcoder2Config
 from starquill.nn.linear import Linear
 from starquill.nn.lora import LoraPart
 from starquill.quant.affine import AffineWeight
@@ -239,9 +240,9 @@ def _shape(config: Starcoder2Config, matrix: str) -> tuple[int, int]:
     return (inner, outer) if matrix == "c_fc" else (outer, inner)
 
 
-def mlp_of(expert: Expert, config: Starcoder2Config, layer: int) -> Starcoder2MLP:
+def mlp_of(expert: Expert, config: Starcoder2Config, layer: int) -> PlainMlp:
     """An expert's MLP of one layer, to compute with."""
-    mlp = Starcoder2MLP(config)
+    mlp = PlainMlp(config)
     for matrix in MATRICES:
         part, linear = expert.read(layer, matrix), mlp.get_submodule(matrix)
         assert isinstance(linear, Linear)

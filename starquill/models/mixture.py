@@ -18,7 +18,7 @@ from starquill.models.config import (
 from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.cache import CacheShape
 from starquill.nn.experts import ExpertShape
-from starquill.nn.rope import RopeConfig, turning
+from starquill.nn.rope import RopeConfig, reach, turning
 
 MOST_EXPERTS = 2**14
 
@@ -59,10 +59,7 @@ class MixtureConfig:
 
     @property
     def context_length(self) -> int:
-        """Dynamic rope goes past the trained length by its factor; other types include it."""
-        if self.rope.type == "dynamic":
-            return int(self.max_position_embeddings * self.rope.factor)
-        return self.max_position_embeddings
+        return reach(self.rope, self.max_position_embeddings)
 
     def turning(self, span: int) -> int:
         return turning(self.rope, span)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from starquill.models.causal import CausalLM
 from starquill.models.config import ConfigReader
-from starquill.models.decoder import Attention, CausalLM
+from starquill.models.decoder import Attention
 from starquill.models.mixture import Defaults, MixtureConfig, read_mixture
 from starquill.models.qwen3_moe import NAMES
 from starquill.models.spec import ArchSpec

@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from starquill.models.causal import CausalLM
 from starquill.models.config import ROPE_TYPES, ConfigReader
-from starquill.models.decoder import Attention, CausalLM
+from starquill.models.decoder import Attention
 from starquill.models.mixtral import NAMES as MIXTRAL_NAMES
 from starquill.models.mixture import Defaults, MixtureConfig, read_mixture
 from starquill.models.spec import ArchSpec
@@ -43,7 +44,7 @@ def _mlp(config: MixtureConfig, _: int) -> SparseMlp:
 
 
 def model(config: MixtureConfig) -> CausalLM:
-    return CausalLM(config, LayerNorm, Attention, _mlp)
+    return CausalLM(config, LayerNorm, Attention, _mlp, head_bias=config.head_bias)
 
 
 # transformers 5 calls the gate a router.

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from starquill.errors import CheckpointError
+from starquill.models.causal import CausalLM
 from starquill.models.config import MOST_LAYERS, ConfigReader
-from starquill.models.decoder import Attention, CausalLM, GatedMlp
+from starquill.models.decoder import Attention, GatedMlp
 from starquill.models.mixture import Defaults, MixtureConfig, read_mixture
 from starquill.models.spec import ArchSpec, ExpertNames, GgufConfig, GgufNames
 from starquill.nn.experts import GatedExperts, SparseMlp

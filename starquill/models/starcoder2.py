@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from starquill.errors import CheckpointError
+from starquill.models.causal import CausalLM, PlainMlp
 from starquill.models.config import (
     MOST_LAYERS,
     MOST_POSITIONS,
@@ -21,16 +21,13 @@ from starquill.models.config import (
     read_heads,
     read_rope,
 )
-from starquill.models.spec import ArchSpec, GgufConfig, GgufNames, StepBatch
+from starquill.models.spec import ArchSpec, GgufConfig, GgufNames
 from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.attention import AttentionStep, attend_cached
 from starquill.nn.cache import CacheShape
-from starquill.nn.linear import Embedding, Linear
-from starquill.nn.lora import AdapterMix
+from starquill.nn.linear import Linear
 from starquill.nn.norm import LayerNorm
-from starquill.nn.residual import residual
-from starquill.nn.rope import RopeConfig, rope_table, turning
-from starquill.nn.route import ONE_DEVICE, OneDevice, Route
+from starquill.nn.rope import RopeConfig, reach, turning
 
 
 @dataclass(frozen=True)
@@ -79,10 +76,7 @@ class Starcoder2Config:
 
     @property
     def context_length(self) -> int:
-        """Dynamic rope goes past the trained length by its factor; other types include it."""
-        if self.rope.type == "dynamic":
-            return int(self.max_position_embeddings * self.rope.factor)
-        return self.max_position_embeddings
+        return reach(self.rope, self.max_position_embeddings)
 
     def turning(self, span: int) -> int:
         return turning(self.rope, span)
@@ -117,73 +111,12 @@ class Starcoder2Attention(nn.Module):
         return self.o_proj(attend_cached(q, k, v, self.layer, step), step.mix)
 
 
-class Starcoder2MLP(nn.Module):
-    def __init__(self, config: Starcoder2Config) -> None:
-        super().__init__()
-        self.c_fc = Linear(config.hidden_size, config.intermediate_size, config.use_bias)
-        self.c_proj = Linear(config.intermediate_size, config.hidden_size, config.use_bias)
-        self.act = ACTIVATIONS[config.hidden_act]
-
-    def forward(self, x: Tensor, mix: AdapterMix | None) -> Tensor:
-        return self.c_proj(self.act(self.c_fc(x, mix)), mix)
+def _mlp(config: Starcoder2Config, _: int) -> PlainMlp:
+    return PlainMlp(config)
 
 
-class Starcoder2DecoderLayer(nn.Module):
-    def __init__(self, config: Starcoder2Config, layer: int) -> None:
-        super().__init__()
-        self.self_attn = Starcoder2Attention(config, layer)
-        self.mlp = Starcoder2MLP(config)
-        self.input_layernorm = LayerNorm(config.hidden_size, config.norm_epsilon)
-        self.post_attention_layernorm = LayerNorm(config.hidden_size, config.norm_epsilon)
-
-    def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        x = residual(x, self.self_attn(self.input_layernorm(x), step))
-        return residual(x, self.mlp(self.post_attention_layernorm(x), step.mix))
-
-
-class Starcoder2Model(nn.Module):
-    def __init__(self, config: Starcoder2Config) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            Starcoder2DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
-        )
-        self.norm = LayerNorm(config.hidden_size, config.norm_epsilon)
-
-
-class Starcoder2ForCausalLM(nn.Module):
-    route: Route | OneDevice = ONE_DEVICE
-
-    def __init__(self, config: Starcoder2Config) -> None:
-        super().__init__()
-        self.config = config
-        self.model = Starcoder2Model(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def embed(self, ids: Tensor, mix: AdapterMix | None = None) -> Tensor:
-        """`[B, T] -> [B, T, D]`: what enters the first layer."""
-        return self.model.embed_tokens(self.route.to_embedding(ids), mix)
-
-    def step(self, batch: StepBatch, layer: int = 0) -> AttentionStep:
-        """What all layers on the device of `layer` share; plans the cache."""
-        cos, sin = rope_table(self.config.rope, batch.positions, batch.spans)
-        plan = batch.cache.plan(batch.tables, batch.positions, layer)
-        return AttentionStep(cos, sin, batch.cache, plan, batch.mix)
-
-    def finish(self, x: Tensor) -> Tensor:
-        """`[B, T, D]` from the last layer to what `logits` takes."""
-        return self.model.norm(x)
-
-    def hidden(self, batch: StepBatch) -> Tensor:
-        """Final hidden states `[B, T, D]`; writes the cache, does not advance its lengths."""
-        x = self.embed(batch.ids, batch.mix)
-        x = self.route.through(self.model.layers, x, partial(self.step, batch))
-        return self.finish(x)
-
-    def logits(self, hidden: Tensor, mix: AdapterMix | None = None) -> Tensor:
-        """`[..., D] -> [..., V]` float32."""
-        self.route.at_head()
-        return self.lm_head(hidden, mix).float()
+def model(config: Starcoder2Config) -> CausalLM:
+    return CausalLM(config, LayerNorm, Starcoder2Attention, _mlp)
 
 
 # hidden_size of the three published models, which all have this window. GGUF has no key for it.
@@ -242,6 +175,6 @@ SPEC = ArchSpec(
     model_type="starcoder2",
     gguf=GGUF,
     read_config=Starcoder2Config.read,
-    Model=Starcoder2ForCausalLM,
+    Model=model,
     layer_prefix="model.layers.",
 )

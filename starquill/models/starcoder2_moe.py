@@ -13,16 +13,15 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from starquill.models.causal import CausalLM, PlainMlp
 from starquill.models.config import MOST_LAYERS, ConfigReader
-from starquill.models.decoder import Attention, CausalLM
+from starquill.models.decoder import Attention
 from starquill.models.mixture import Defaults, MixtureConfig, read_mixture
 from starquill.models.spec import ArchSpec, ExpertNames
-from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.experts import DeltaExperts, PlainExperts, SparseMlp
 from starquill.nn.linear import Linear
-from starquill.nn.lora import AdapterMix
 from starquill.nn.norm import LayerNorm
 from starquill.nn.router import top_of_softmax
 
@@ -44,17 +43,6 @@ def read_config(raw: Mapping[str, Any]) -> MixtureConfig:
         }
 
     return read_mixture(reader, DEFAULTS, more)
-
-
-class PlainMlp(nn.Module):
-    def __init__(self, config: MixtureConfig) -> None:
-        super().__init__()
-        self.c_fc = Linear(config.hidden_size, config.intermediate_size, config.use_bias)
-        self.c_proj = Linear(config.intermediate_size, config.hidden_size, config.use_bias)
-        self.act = ACTIVATIONS[config.hidden_act]
-
-    def forward(self, x: Tensor, mix: AdapterMix | None) -> Tensor:
-        return self.c_proj(self.act(self.c_fc(x, mix)), mix)
 
 
 def _mlp(config: MixtureConfig, layer: int) -> nn.Module:

@@ -108,6 +108,11 @@ def frequencies(rope: RopeConfig, span: int) -> Tensor:
     return _inverse_frequencies(rope.theta, rope.head_dim)
 
 
+def reach(rope: RopeConfig, trained: int) -> int:
+    """How long a sequence may get: `dynamic` goes past its length, other types include it."""
+    return int(trained * rope.factor) if rope.type == "dynamic" else trained
+
+
 def turning(rope: RopeConfig, span: int) -> int:
     """Keys of sequences turn alike where this is equal: see `frequencies`."""
     if not rope.needs_span or span <= rope.original_context:

@@ -227,9 +227,9 @@ def test_b61_a_failing_first_step_ends_the_start(
 ) -> None:
     """B61: the server said that it was ready, and then every completion failed."""
     from starquill.loading import load
-    from starquill.models.starcoder2 import Starcoder2ForCausalLM as Starcoder2
+    from starquill.models.causal import CausalLM
 
-    whole, calls = Starcoder2.logits, []
+    whole, calls = CausalLM.logits, []
 
     def broken(self: Any, hidden: Any) -> Any:
         calls.append(1)
@@ -237,7 +237,7 @@ def test_b61_a_failing_first_step_ends_the_start(
             raise RuntimeError("a weight is not there")
         return whole(self, hidden)
 
-    monkeypatch.setattr(Starcoder2, "logits", broken)
+    monkeypatch.setattr(CausalLM, "logits", broken)
     monkeypatch.setattr("uvicorn.Server.run", pytest.fail)
     assert load(folder) is not None
     threads = threading.active_count()
