@@ -24,7 +24,7 @@ from starquill.placement.offers import Offer, Variant, offers
 from starquill.placement.plan import DoesNotFitError, Placement
 from starquill.placement.plan import plan as place
 from starquill.placement.sizes import ModelSizes, Names, Needs, TensorSize, sizes_of
-from starquill.placement.topology import Topology, parse_topology, read_organization
+from starquill.placement.topology import Topology, parse_topology
 from starquill.quant.weight import Computing
 from starquill.quantizing import QuantOptions, plan_checkpoint, planned_bytes, stored_infos
 
@@ -158,8 +158,7 @@ class Request:
         tied = f"{checkpoint.spec.head}.weight" not in stored_infos(checkpoint)
         if options.topology is not None:
             topology = read_topology_file(options.topology, layers)
-            names_schemes = topology.quants or read_organization(read_text(options.topology))
-            if names_schemes and self.subject.quant is None:
+            if (topology.quants or topology.organization) and self.subject.quant is None:
                 raise BadRequestError(
                     f"{options.topology} has schemes, which need --quant for all other layers"
                 )

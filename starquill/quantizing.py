@@ -40,7 +40,7 @@ from starquill.isq import (
     plan_isq,
     topology_overrides,
 )
-from starquill.placement.topology import read_organization, read_topology
+from starquill.placement.topology import parse_topology
 from starquill.quant.schemes import Scheme
 from starquill.quant.weight import Computing, PermutedWeight
 
@@ -164,8 +164,9 @@ def _plan(checkpoint: Checkpoint, options: QuantOptions) -> IsqPlan:
     if options.topology is not None:
         layers = checkpoint.config.num_hidden_layers
         text, said = read_text(options.topology), str(options.topology)
-        overrides += topology_overrides(read_topology(text, layers, said))
-        name = name or read_organization(text, said)
+        topology = parse_topology(text, layers, said)
+        overrides += topology_overrides(topology.quants)
+        name = name or topology.organization
     overrides += [parse_override(text) for text in options.overrides]
     organization = Organization(name or "default", options.trunk)
     return plan_isq(

@@ -48,10 +48,11 @@ class TopologyEntry:
 
 @dataclass(frozen=True)
 class Topology:
-    """What a file says: schemes in its order, and devices (to be resolved to a map)."""
+    """What a file says: schemes in its order, devices (to be resolved to a map), organization."""
 
     quants: tuple[TopologyEntry, ...]
     devices: tuple[Assignment, ...]
+    organization: str | None
 
 
 def _parsed(text: str, name: str) -> Mapping[Any, Any]:
@@ -66,7 +67,11 @@ def _parsed(text: str, name: str) -> Mapping[Any, Any]:
 
 def read_organization(text: str, name: str = "topology") -> str | None:
     """What a topology says of `quant_organization`; None if it says nothing."""
-    found = _parsed(text, name).get(_ORGANIZATION)
+    return _organization(_parsed(text, name), name)
+
+
+def _organization(raw: Mapping[Any, Any], name: str) -> str | None:
+    found = raw.get(_ORGANIZATION)
     if found is not None and found not in ORGANIZATIONS:
         raise BadRequestError(
             f"{name}: {_ORGANIZATION} is {found!r} (expected {' or '.join(ORGANIZATIONS)})"
@@ -84,7 +89,9 @@ def parse_topology(text: str, layers: int, name: str = "topology") -> Topology:
     quants: list[TopologyEntry] = []
     devices: list[Assignment] = []
     problems = []
-    for target, settings in _parsed(text, name).items():
+    raw = _parsed(text, name)
+    organization = _organization(raw, name)
+    for target, settings in raw.items():
         if target == _ORGANIZATION:
             continue
         try:
@@ -96,7 +103,7 @@ def parse_topology(text: str, layers: int, name: str = "topology") -> Topology:
         devices += [device] if device else []
     if problems:
         raise BadRequestError(f"{name}: {listing(problems)}")
-    return Topology(tuple(quants), tuple(devices))
+    return Topology(tuple(quants), tuple(devices), organization)
 
 
 def _entry(
