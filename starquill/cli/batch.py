@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +20,12 @@ from rich.progress import MofNCompleteColumn, Progress
 from starquill.cli.options import ModelOptions, QuantizeOptions, XLoraOptions, expand_options
 from starquill.cli.ray_options import RayOptions
 from starquill.cli.serve import (
-    NEEDED,
     ListenOptions,
     LoadingOptions,
     LoraOptions,
     WorkOptions,
     prepared,
+    require_packages,
 )
 from starquill.errors import BadRequestError
 
@@ -112,8 +111,7 @@ def batch(
     fields, work, cluster = batch.fields(), batch.work(), ray.chosen()
     work.chosen(), lora.chosen()
     xlora.check()
-    if any(importlib.util.find_spec(name) is None for name in NEEDED):
-        raise BadRequestError("batches need more packages; pip install 'starquill[serve]'")
+    require_packages("batches need")
     if not source.is_file():
         raise BadRequestError(f"{source} is no file (expected one with a JSON object a line)")
     from starquill.batch.journal import open_journal

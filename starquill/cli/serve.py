@@ -200,8 +200,7 @@ def serve(
         if model.model not in (ModelOptions().model, which):
             raise BadRequestError(f"two models are named, {which} and {model.model}; name one")
         model = replace(model, model=which)
-    if any(importlib.util.find_spec(name) is None for name in NEEDED):
-        raise BadRequestError("serving needs more packages; pip install 'starquill[serve]'")
+    require_packages("serving needs")
     cluster, loading = ray.chosen(), LoadingOptions(model, quantize, xlora, lora)
     with bound(listen.host, listen.port) as early:  # rather told now than after minutes of loading
         is_local = ip_address(early.getsockname()[0]).is_loopback
@@ -211,6 +210,12 @@ def serve(
 
         return serve_on_ray(listen, work, loading, cluster, hosts)
     return _run(*prepared(listen, work, loading, hosts), listen)
+
+
+def require_packages(who: str) -> None:
+    """Refuse where the `serve` extra is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in NEEDED):
+        raise BadRequestError(f"{who} more packages; pip install 'starquill[serve]'")
 
 
 @dataclass(frozen=True)
