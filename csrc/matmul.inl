@@ -12,7 +12,11 @@ namespace {
 using F = Simd::F;
 using I = Simd::I;
 constexpr int L = Simd::lanes;
-constexpr int kAhead = 4096;      // bytes of weights that are asked for before they are needed
+// Bytes of weights that are asked for before they are needed: with one row of activations by a
+// loop that waits for memory, with more by one that needs the first level of cache for them.
+constexpr int kAheadOfOne = 4096, kAhead = 2048;
+constexpr int64_t kActivations = 16384;  // bytes of activations that leave weights room beside them
+constexpr int64_t kPart = 3072;  // inputs at a time where there are more
 constexpr int64_t kPlenty = 128;   // bytes left: more than any step reads
 constexpr int kTokens = 4;        // rows of activations that share one reading of weights
 constexpr int64_t kRowsTogether = 8;  // rows of weights that share one reading of activations
@@ -49,34 +53,44 @@ struct Lanes {
   }
 };
 
-// A row of weights times M rows of activations from `first` on.
-template <int Bits, int M>
-void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_t first) {
+// What a row of weights comes to with M rows of activations: two sums, for the latency of an
+// addition.
+template <int M>
+struct RowSums {
+  F even[M], odd[M];
+  RowSums() {
+    for (int m = 0; m < M; ++m) even[m] = odd[m] = Simd::zero();
+  }
+};
+
+// Adds to `sums` the groups [g, end) of a row of weights, g being a block's first, times M rows of
+// activations from `first` on. At `soon` lie as many bytes of weights that are needed later. Part
+// of its callers, so that sums are in registers.
+template <int Bits, int M, bool Whole>
+__attribute__((always_inline)) inline RowSums<M> decode_part(
+    const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_t first, int64_t g, int64_t end,
+    const uint8_t* soon, RowSums<M> sums) {
   using S = Step<Bits>;
   const Affine& w = job.weight;
   const Activations& x = job.x;
-  const int64_t groups = w.groups(), at = row * groups;
-  const uint8_t* packed = w.packed + row * w.row_bytes();
-  F acc[M], other[M];  // two sums, for the latency of an addition
-  for (int m = 0; m < M; ++m) acc[m] = other[m] = Simd::zero();
-  int64_t whole = w.row_bytes() / S::stored;  // steps to come, but for one that the end cuts short
-  const int64_t rest = w.row_bytes() % S::stored;
-  const int8_t* q = x.q + first * x.q_stride;
-  for (int64_t g = 0; g < groups; g += L) {
-    const int n = static_cast<int>(lesser<int64_t>(L, groups - g));
+  const int64_t at = row * w.groups(), skip = g * w.group * Bits / 8;
+  const uint8_t* packed = w.packed + row * w.row_bytes() + skip;
+  const int8_t* q = x.q + first * x.q_stride + skip / S::stored * S::elements;
+  // n groups from g on: `steps` whole steps, and one that the row's end cuts to `rest` bytes.
+  const auto block = [&](int n, int steps, int64_t rest) __attribute__((always_inline)) {
     const F scale = Simd::load_floats(w.scales, w.scale_type, at + g, n);
     const F bias = Simd::load_floats(w.biases, w.scale_type, at + g, n);
     F factor[M];
     for (int m = 0; m < M; ++m) {
       const int64_t group = (first + m) * x.group_stride + g;
       factor[m] = Simd::mul(scale, Simd::load(x.scales + group));
-      acc[m] = Simd::fma(bias, Simd::load(x.sums + group), acc[m]);
+      sums.even[m] = Simd::fma(bias, Simd::load(x.sums + group), sums.even[m]);
     }
     const auto step = [&](int s, int64_t left, F* to) __attribute__((always_inline)) {
       I planes[S::planes];
       Simd::template unpack<Bits>(packed, left, planes);
-      // Rows follow each other: read ahead over the end of this one.
-      __builtin_prefetch(packed + kAhead, 0, 0);
+      __builtin_prefetch(soon, 0, Whole ? 0 : 3);  // parts wait longer until they are used
+      soon += S::stored;
       const I index = Simd::load_i(lanes.group[s]);
       for (int m = 0; m < M; ++m) {
         I dot = Simd::zero_i();
@@ -88,36 +102,77 @@ void decode_row(const Matmul& job, const Lanes<Bits>& lanes, int64_t row, int64_
       packed += S::stored;
       q += S::elements;
     };
-    const int steps = static_cast<int>(lesser<int64_t>(lanes.steps, whole));
     int s = 0;
     for (; s + 2 <= steps; s += 2) {
-      step(s, kPlenty, acc);
-      step(s + 1, kPlenty, other);
+      step(s, kPlenty, sums.even);
+      step(s + 1, kPlenty, sums.odd);
     }
-    if (s < steps) step(s, kPlenty, acc);
+    if (s < steps) step(s, kPlenty, sums.even);
+    if (rest > 0) step(steps, rest, sums.even);
+  };
+  int64_t whole = (w.row_bytes() - skip) / S::stored;  // steps to come, but for one that is cut short
+  const int64_t rest = (w.row_bytes() - skip) % S::stored;
+  // A constant number of groups: what loads them then needs no mask.
+  for (; g + L <= end; g += L) {
+    const int steps = static_cast<int>(lesser<int64_t>(lanes.steps, whole));
+    block(L, steps, steps < lanes.steps ? rest : 0);
     whole -= steps;
-    if (steps < lanes.steps && rest > 0) step(steps, rest, acc);
   }
+  if (g < end) block(static_cast<int>(end - g), static_cast<int>(whole), rest);
+  return sums;
+}
+
+template <int M>
+void put_sums(const Matmul& job, int64_t row, int64_t first, const RowSums<M>& sums) {
   for (int m = 0; m < M; ++m) {
-    const float y = Simd::sum(Simd::add(acc[m], other[m]));
+    const float y = Simd::sum(Simd::add(sums.even[m], sums.odd[m]));
     job.out[(first + m) * job.out_stride + row] = job.bias ? y + job.bias[row] : y;
   }
+}
+
+// Rows of weights [begin, end), at most kRowsTogether, times M rows of activations from `first` on.
+template <int Bits, int M>
+void decode_rows(const Matmul& job, const Lanes<Bits>& lanes, int64_t begin, int64_t end,
+                 int64_t first) {
+  const Affine& w = job.weight;
+  const int64_t groups = w.groups();
+  const uint8_t* packed = w.packed + begin * w.row_bytes();
+  if (M == 1 || M * w.width <= kActivations) {
+    packed += M == 1 ? kAheadOfOne : kAhead;  // rows follow each other
+    for (int64_t row = begin; row < end; ++row, packed += w.row_bytes())
+      put_sums<M>(job, row, first,
+                  decode_part<Bits, M, true>(job, lanes, row, first, 0, groups, packed, {}));
+    return;
+  }
+  // Activations in parts that stay in the first level of cache while the weights pass by: these
+  // come from the second, into which the next rows are read in the order that memory is best at.
+  const int64_t part = L * greater<int64_t>(1, kPart / (L * w.group));
+  RowSums<M> sums[kRowsTogether];
+  const uint8_t* soon = packed + (end - begin) * w.row_bytes();
+  for (int64_t g = 0; g < groups; g += part) {
+    const int64_t last = lesser(g + part, groups);
+    for (int64_t row = begin; row < end; ++row, soon += (last - g) * w.group * Bits / 8) {
+      RowSums<M>& sum = sums[row - begin];
+      sum = decode_part<Bits, M, false>(job, lanes, row, first, g, last, soon, sum);
+    }
+  }
+  for (int64_t row = begin; row < end; ++row) put_sums<M>(job, row, first, sums[row - begin]);
 }
 
 template <int Bits>
 void decode_bits(const Matmul& job, int64_t begin, int64_t end) {
   const Lanes<Bits> lanes(job.weight.group);
-  // A few rows of weights at a time, so that they and kTokens rows of activations stay in the first
-  // level of cache.
+  // A few rows of weights at a time, so that they stay in the first level of cache until all rows
+  // of activations have met them.
   for (int64_t first = begin; first < end; first += kRowsTogether) {
     const int64_t last = lesser(first + kRowsTogether, end);
     for (int64_t m = 0; m < job.x.rows; m += kTokens)
-      for (int64_t row = first; row < last; ++row) switch (lesser<int64_t>(kTokens, job.x.rows - m)) {
-          case 1: decode_row<Bits, 1>(job, lanes, row, m); break;
-          case 2: decode_row<Bits, 2>(job, lanes, row, m); break;
-          case 3: decode_row<Bits, 3>(job, lanes, row, m); break;
-          default: decode_row<Bits, 4>(job, lanes, row, m);
-        }
+      switch (lesser<int64_t>(kTokens, job.x.rows - m)) {
+        case 1: decode_rows<Bits, 1>(job, lanes, first, last, m); break;
+        case 2: decode_rows<Bits, 2>(job, lanes, first, last, m); break;
+        case 3: decode_rows<Bits, 3>(job, lanes, first, last, m); break;
+        default: decode_rows<Bits, 4>(job, lanes, first, last, m);
+      }
   }
 }
 

@@ -160,6 +160,19 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str) -> None:
     assert torch.equal(weight.matmul(x)[5:30], weight.matmul(x.flip(0)).flip(0)[5:30])
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_too_wide_for_the_first_cache_are_the_same(isa: str, bits: int) -> None:
+    """Several rows of activations go over a wide matrix in parts; one does not."""
+    weight = _weight(11, 197, bits, 64, dtype=torch.float32)
+    x = torch.randn(7, 1, 197 * 64)
+    together = weight.matmul(x)
+    for row in range(7):
+        assert torch.equal(weight.matmul(x[row : row + 1]), together[row : row + 1])
+    assert (
+        (together[:, 0] - x[:, 0].double() @ _values(weight).T).abs() <= _bound(x[:, 0], weight)
+    ).all()
+
+
 def test_wrong_buffers_are_refused() -> None:
     packed, scales = torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 1).half()
     for bad in (
