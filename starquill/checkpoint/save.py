@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from starquill.checkpoint.aligned import save_aligned
 from starquill.checkpoint.source import INDEX
 from starquill.errors import BadRequestError
 from starquill.quant.affine import AffineWeight
@@ -99,7 +99,7 @@ class ShardWriter:
 
     def _flush(self) -> None:
         path = self._folder / f"shard-{len(self._shards)}.safetensors"
-        save_file(self._pending, path, metadata={"format": "mlx"})
+        save_aligned(self._pending, path, {"format": "mlx"})
         path.chmod(0o644)
         self._shards.append((path, list(self._pending)))
         self._pending = {}

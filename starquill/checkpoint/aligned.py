@@ -1,0 +1,51 @@
+"""Writing a safetensors file whose tensors lie where processors read best.
+
+safetensors' own writer ends its header at a multiple of 8 bytes. A weight mapped from such a file
+straddles two lines of cache with every vector that is read of it, which costs a product up to a
+fifth of its speed. The format lets a header end in spaces, and leaves the order of tensors open.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LINE = 64  # bytes of a line of cache, and of the widest vector
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint32: "U32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def save_aligned(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write `tensors` to `path`; each that is whole lines long begins at one (as do most)."""
+    order = sorted(tensors, key=lambda name: tensors[name].nbytes % LINE != 0)
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in order:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        shape, offsets = list(tensor.shape), [start, end]
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % LINE)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in order:
+            # In bytes: numpy has no bfloat16.
+            flat = tensors[name].detach().cpu().contiguous().flatten()
+            file.write(memoryview(flat.view(torch.uint8).numpy()))

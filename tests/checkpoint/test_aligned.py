@@ -1,0 +1,34 @@
+"""Weight files whose tensors lie on lines of cache, read back by safetensors itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from starquill.checkpoint.aligned import DTYPES, LINE, save_aligned
+from starquill.checkpoint.source import read_header
+
+
+@pytest.mark.parametrize("length", range(9))
+def test_what_is_written_is_read_and_lies_on_lines(tmp_path: Path, length: int) -> None:
+    """Names of any length move the header's end; small tensors must not move the large ones."""
+    tensors = {
+        f"{'n' * length}.{number}": torch.arange(count).reshape(-1, 1).to(dtype)
+        for number, (dtype, count) in enumerate((d, c) for d in DTYPES for c in (0, 3, 64, 128))
+    }
+    tensors["é"] = torch.randn(2, 16, 4)
+    path = tmp_path / "model.safetensors"
+    save_aligned(tensors, path, {"format": "mlx"})
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "mlx"}
+        assert set(file.keys()) == set(tensors)
+        for name, tensor in tensors.items():
+            assert torch.equal(file.get_tensor(name), tensor)
+            assert file.get_tensor(name).dtype == tensor.dtype
+    starts = {name: location.start for name, location in read_header(path).items()}
+    whole = [name for name in tensors if tensors[name].nbytes % LINE == 0]
+    assert len(whole) > len(tensors) / 2
+    assert all(starts[name] % LINE == 0 for name in whole)
