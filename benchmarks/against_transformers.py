@@ -27,7 +27,8 @@ from starquill.engine.loaded import LoadedModel
 from starquill.engine.runner import Runner
 from starquill.loading import load
 from starquill.models import architecture
-from starquill.types import SamplingParams
+from starquill.nn.cache import blocks_for
+from starquill.types import EngineOptions, SamplingParams
 
 
 def parse() -> argparse.Namespace:
@@ -86,10 +87,11 @@ class Ours:
         self.model: LoadedModel = load(folder, quant=quant)
 
     def prefill(self, ids: list[int]) -> None:
-        Runner(self.model, prefill_chunk=len(ids)).prefill(0, ids, len(ids))
+        runner = Runner(self.model, blocks_for(len(ids)), prefill_chunk=len(ids))
+        runner.prefill(runner.cache.place(len(ids)), ids)
 
     def generate(self, ids: list[int], tokens: int) -> None:
-        engine = Engine(self.model, prefill_chunk=len(ids))
+        engine = Engine(self.model, EngineOptions(prefill_chunk=len(ids), prefix_cache=False))
         written = list(engine.generate(ids, SamplingParams(max_tokens=tokens)))
         assert len(written) == tokens, "the random model ended early; use another seed"
 

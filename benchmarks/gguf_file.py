@@ -33,6 +33,7 @@ from starquill.engine.loaded import LoadedModel
 from starquill.engine.runner import Runner
 from starquill.loading import load
 from starquill.models.starcoder2 import GGUF, Starcoder2Config
+from starquill.nn.cache import blocks_for
 
 Q = gguf.GGMLQuantizationType
 DTYPES = {
@@ -177,7 +178,8 @@ def their_logits(path: Path, ids: list[int]) -> NDArray[np.float32]:
 
 
 def our_logits(loaded: LoadedModel, ids: list[int]) -> NDArray[np.float32]:
-    return torch.cat(list(Runner(loaded).score(0, ids, len(ids)))).numpy()
+    runner = Runner(loaded, blocks_for(len(ids)))
+    return torch.cat(list(runner.score(runner.cache.place(len(ids)), ids))).numpy()
 
 
 def check(model: str | Path, path: Path, text: str) -> dict[str, float]:

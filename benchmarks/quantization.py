@@ -107,7 +107,7 @@ def theirs(model: str, calibrate: Path, python: str) -> Iterator[Candidate]:
         folder = Path(name)
         source = gguf_file.write_gguf(model, folder / "source.gguf")
         told = folder / "squares.npz"
-        np.savez(told, **squares(model, calibrate))
+        np.savez(told, **squares(model, calibrate))  # type: ignore[arg-type]
         script = str(Path(__file__).parent / "gguf_types.py")
         for method in ("llama.cpp", "llama.cpp+imatrix"):
             out = folder / method
@@ -144,9 +144,12 @@ def plot(rows: Iterable[Row], path: Path) -> None:
     for method in dict.fromkeys((*METHODS, *(row.method for row in rows))):
         # Q4_0 is off llama.cpp's curve of K-quants.
         own = [row for row in rows if row.method == method and row.type != "Q4_0"]
-        style = {"linestyle": "--"} if method.startswith("llama.cpp") else {}
         axes.plot(
-            [r.bits_per_weight for r in own], [r.kl for r in own], marker="o", label=method, **style
+            [row.bits_per_weight for row in own],
+            [row.kl for row in own],
+            marker="o",
+            label=method,
+            linestyle="--" if method.startswith("llama.cpp") else "-",
         )
     axes.set(yscale="log", xlabel="bits per weight, embedding and head included")
     axes.set_ylabel("KL divergence from float32 (nats per token)")

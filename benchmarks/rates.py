@@ -11,7 +11,10 @@ from typing import Any
 
 from starquill.engine.runner import Runner
 from starquill.loading import load
+from starquill.nn.cache import blocks_for
 from starquill.nn.linear import Linear
+
+MOST_DECODED = 1024  # tokens after a prompt
 
 
 class Ours:
@@ -21,20 +24,25 @@ class Ours:
             id(m.weight): m.weight for m in self.loaded.model.modules() if isinstance(m, Linear)
         }
         self.bytes_per_token = sum(weight.nbytes for weight in weights.values())
-        self.runner = Runner(self.loaded)
-        self.span = self.loaded.config.context_length
+        self._start(0)
 
     def encode(self, text: str) -> list[int]:
         assert self.loaded.tokenizer is not None
         return self.loaded.tokenizer.encode(text)
 
     def prefill(self, ids: list[int]) -> None:
-        self.runner = Runner(self.loaded)
-        self.runner.prefill(0, ids, self.span)
+        self._start(len(ids))
+        self.runner.prefill(self.place, ids)
 
     def decode(self, ids: list[int]) -> None:
         for token in ids:
-            self.runner.decode([0], [token], [self.span])
+            self.runner.decode([self.place], [[token]])
+
+    def _start(self, tokens: int) -> None:
+        """An empty cache, with room for what is decoded after `tokens`."""
+        span = min(tokens + MOST_DECODED, self.loaded.config.context_length)
+        self.runner = Runner(self.loaded, blocks_for(span))
+        self.place = self.runner.cache.place(span)
 
 
 def seconds(action: Callable[[], object]) -> float:

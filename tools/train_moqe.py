@@ -155,7 +155,8 @@ class Model(nn.Module):
         return self.norm(x)
 
     def uneven(self) -> Tensor:
-        return sum(each.mlp.uneven for each in self.layers if isinstance(each.mlp, Mixture))
+        mixtures = [each.mlp for each in self.layers if isinstance(each.mlp, Mixture)]
+        return torch.stack([mixture.uneven for mixture in mixtures]).sum()
 
 
 def main_directions() -> Tensor:

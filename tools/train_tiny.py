@@ -105,8 +105,12 @@ class Trainer:
         s = self.settings
         matrices = [p for n, p in self.master.items() if p.ndim == 2 and "layers" in n]
         vectors = [p for p in self.master.values() if p.ndim == 1]
-        decay = {"lr": s.muon_lr, "weight_decay": s.weight_decay}
-        muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **decay)
+        muon = torch.optim.Muon(
+            matrices,
+            lr=s.muon_lr,
+            weight_decay=s.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
         groups = [
             {"params": [self.master["embed_tokens.weight"]], "weight_decay": 0.01},
             {"params": vectors, "weight_decay": 0.0},
@@ -142,6 +146,7 @@ class Trainer:
             total += loss.item() / s.accumulate
             self.progress.row += s.micro_rows
         for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None
             self.master[name].grad = parameter.grad.float()
             parameter.grad = None
         nn.utils.clip_grad_norm_(self.master.values(), s.clip, foreach=True)
