@@ -1,60 +1,10 @@
-// One query a row against its cached keys and values, over `Simd`. Queries that share a key head
-// are worked on together, so that keys and values are read once.
+// One query a row against its cached keys and values, over `Simd`. Queries that share a key head, and
+// rows of one sequence, are worked on together, so that keys and values are read once.
 #include "half.h"
 #include "kernels.h"
 
 namespace starquill {
 namespace {
-
-constexpr int kHeads = 16;  // query heads at a time
-
-// e^x to 2 units in the last place; below -87 it is 0, above 87 e^87. Written to be vectorised.
-inline float exponential(float x) {
-  const float above = x > -87.0f ? x : -87.0f;  // NaN too: an integer of it has no meaning
-  const float clamped = above < 87.0f ? above : 87.0f;
-  const float n = nearest(clamped * 1.44269504f);
-  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const float scaled = p * as_float(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
-  return x > -87.0f ? scaled : x == x ? 0.0f : x;
-}
-
-float dot(const float* a, const float* b, int64_t n) {
-  F acc[2] = {Simd::zero(), Simd::zero()};
-  int64_t i = 0;
-  for (; i + 2 * L <= n; i += 2 * L)
-    for (int s = 0; s < 2; ++s)
-      acc[s] = Simd::fma(Simd::load(a + i + s * L), Simd::load(b + i + s * L), acc[s]);
-  for (; i < n; i += L) {
-    const int left = static_cast<int>(lesser<int64_t>(L, n - i));
-    acc[0] = Simd::fma(Simd::load_floats(a, Float::f32, i, left),
-                       Simd::load_floats(b, Float::f32, i, left), acc[0]);
-  }
-  return Simd::sum(Simd::add(acc[0], acc[1]));
-}
-
-// out += weight·v, after out has been scaled.
-void accumulate(float* out, float scale, const float* weights, const float* v, int64_t keys,
-                int64_t n) {
-  int64_t i = 0;
-  for (; i + L <= n; i += L) {
-    F acc = Simd::mul(Simd::load(out + i), Simd::set(scale));
-    for (int64_t k = 0; k < keys; ++k)
-      acc = Simd::fma(Simd::set(weights[k]), Simd::load(v + k * n + i), acc);
-    Simd::store(out + i, acc);
-  }
-  for (; i < n; ++i) {
-    float acc = out[i] * scale;
-    for (int64_t k = 0; k < keys; ++k) acc += weights[k] * v[k * n + i];
-    out[i] = acc;
-  }
-}
 
 void rotate(const float* x, const float* cos, const float* sin, int64_t n, float* out) {
   const int64_t half = n / 2;
@@ -65,38 +15,53 @@ void rotate(const float* x, const float* cos, const float* sin, int64_t n, float
   }
 }
 
-// Query heads [first, first + heads) of one row, which share key head `head` (a running softmax).
-void attend_heads(const Attention& job, int64_t row, int64_t head, int64_t first, int heads) {
-  const int64_t n = job.head_dim, end = job.positions[row] + 1;
-  float* out = job.out + (row * job.query_heads + first) * n;
-  float q[kHeads * kMostHeadDim];
-  for (int h = 0; h < heads; ++h)
-    rotate(job.q + (row * job.query_heads + first + h) * n, job.cos + row * n, job.sin + row * n, n,
-           q + h * n);
-  float most[kHeads], total[kHeads];
-  for (int h = 0; h < heads; ++h) most[h] = -as_float(0x7f800000), total[h] = 0;
-  for (int64_t i = 0; i < heads * n; ++i) out[i] = 0;
-  for (int64_t start = greater<int64_t>(end - job.window, 0), keys; start < end; start += keys) {
-    keys = lesser<int64_t>(kBlock - start % kBlock, end - start);
-    const int64_t place = job.tables.place(row, start, job.key_heads, head) * n;
-    const float* k = job.k + place;
-    const float* v = job.v + place;
-    float scores[kHeads][kBlock];
-    for (int64_t i = 0; i < keys; ++i)
-      for (int h = 0; h < heads; ++h) scores[h][i] = dot(q + h * n, k + i * n, n) * job.scale;
-    for (int h = 0; h < heads; ++h) {
-      float top = most[h], sum = 0;
-      for (int64_t i = 0; i < keys; ++i) top = scores[h][i] > top ? scores[h][i] : top;
-      for (int64_t i = 0; i < keys; ++i) scores[h][i] = exponential(scores[h][i] - top);
-      for (int64_t i = 0; i < keys; ++i) sum += scores[h][i];
-      const float shrink = exponential(most[h] - top);
-      most[h] = top;
-      total[h] = total[h] * shrink + sum;
-      accumulate(out + h * n, shrink, scores[h], v, keys, n);
+struct AttentionScratch {
+  float* queries;     // [queries, Dh], rotated
+  float* transposed;  // [Dh, kBlock]
+  float* scores;      // [queries, kBlock]
+  float* most;        // [queries]
+  float* total;
+  AttentionScratch(float* memory, int64_t queries_, int64_t head_dim)
+      : queries(memory), transposed(queries + queries_ * head_dim),
+        scores(transposed + head_dim * kBlock), most(scores + queries_ * kBlock),
+        total(most + queries_) {}
+};
+
+// Rows [first, end), which are of one sequence, one behind the other: their query heads that share
+// key head `head`. A block of keys and values is read once for all of them.
+void attend_rows(const Attention& job, int64_t first, int64_t end, int64_t head, float* memory) {
+  const int64_t n = job.head_dim, heads = job.query_heads / job.key_heads;
+  const int64_t queries = (end - first) * heads, last = job.positions[end - 1];
+  const AttentionScratch to(memory, queries, n);
+  const auto out = [&](int64_t row) { return job.out + (row * job.query_heads + head * heads) * n; };
+  for (int64_t row = first; row < end; ++row)
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t query = (row - first) * heads + h;
+      rotate(job.q + (row * job.query_heads + head * heads + h) * n, job.cos + row * n,
+             job.sin + row * n, n, to.queries + query * n);
+      to.most[query] = -as_float(0x7f800000), to.total[query] = 0;
+      for (int64_t i = 0; i < n; ++i) out(row)[h * n + i] = 0;
+    }
+  const int64_t seen = greater<int64_t>(job.positions[first] + 1 - job.window, 0);
+  for (int64_t start = seen / kBlock * kBlock; start <= last; start += kBlock) {
+    const int64_t keys = lesser<int64_t>(kBlock, last + 1 - start);
+    const int64_t place = job.tables.place(first, start, job.key_heads, head) * n;
+    transpose_keys(job.k + place, n, keys, to.transposed);
+    gemm(to.queries, n, to.transposed, kBlock, to.scores, kBlock, queries, kBlock, n, false);
+    for (int64_t row = first; row < end; ++row) {
+      const int64_t high = job.positions[row] + 1 - start, query = (row - first) * heads;
+      for (int64_t h = 0; h < heads; ++h) {
+        const float shrink = soften(job.scale, to.scores + (query + h) * kBlock, keys, high - job.window,
+                                    high, to.most + query + h, to.total + query + h);
+        if (shrink != 1)
+          for (int64_t i = 0; i < n; ++i) out(row)[h * n + i] *= shrink;
+      }
+      gemm(to.scores + query * kBlock, kBlock, job.v + place, n, out(row), n, heads, n, keys, true);
     }
   }
-  for (int h = 0; h < heads; ++h)
-    for (int64_t i = 0; i < n; ++i) out[h * n + i] /= total[h];
+  for (int64_t row = first; row < end; ++row)
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t i = 0; i < n; ++i) out(row)[h * n + i] /= to.total[(row - first) * heads + h];
 }
 
 // Stores keys and values. Pieces are (row, key head) pairs.
@@ -109,13 +74,11 @@ void remember(const Attention& job, int64_t begin, int64_t end) {
   }
 }
 
-// Pieces are (row, key head) pairs.
-void attend(const Attention& job, int64_t begin, int64_t end) {
-  const int64_t group = job.query_heads / job.key_heads;
+// Pieces are (run of rows, key head) pairs.
+void attend(const Attention& job, int64_t begin, int64_t end, float* memory) {
   for (int64_t piece = begin; piece < end; ++piece) {
-    const int64_t row = piece / job.key_heads, head = piece % job.key_heads;
-    for (int64_t h = 0; h < group; h += kHeads)
-      attend_heads(job, row, head, head * group + h, static_cast<int>(lesser<int64_t>(kHeads, group - h)));
+    const int64_t run = piece / job.key_heads;
+    attend_rows(job, job.runs[run], job.runs[run + 1], piece % job.key_heads, memory);
   }
 }
 

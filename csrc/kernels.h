@@ -118,7 +118,15 @@ struct Attention {
   float* out;             // [B, Hq, Dh]
   int64_t rows, query_heads, key_heads, head_dim, window;
   float scale;
+  // Where runs of at most kRun rows of one sequence begin, and `rows` behind the last.
+  const int64_t* runs;
 };
+
+constexpr int64_t kRun = 8;
+inline int64_t attention_floats(const Attention& job) {
+  const int64_t queries = kRun * (job.query_heads / job.key_heads);
+  return queries * (job.head_dim + kBlock + 2) + job.head_dim * kBlock;
+}
 
 // y = (x - mean)/√(variance + eps)·weight + bias for each row of `width`.
 struct LayerNorm {
@@ -217,7 +225,8 @@ struct Kernels {
   void (*exact)(const Exact&, int64_t begin, int64_t end, float* scratch);  // [width] scratch
   void (*dense)(const DenseMatmul&, int64_t begin, int64_t end);
   void (*remember)(const Attention&, int64_t begin, int64_t end);  // of rows times key heads
-  void (*attend)(const Attention&, int64_t begin, int64_t end);    // of rows times key heads
+  // Of runs times key heads; attention_floats of scratch.
+  void (*attend)(const Attention&, int64_t begin, int64_t end, float* scratch);
   void (*flash)(const Flash&, int64_t begin, int64_t end, float* scratch);  // of flash_pieces
   void (*layer_norm)(const LayerNorm&, int64_t begin, int64_t end);
   void (*rotation)(const Rotation&, int64_t begin, int64_t end);  // of rows times heads times tokens

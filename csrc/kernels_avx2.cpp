@@ -2,11 +2,12 @@
 
 #include "matmul.inl"
 
-#include "attention.inl"
 #include "dense.inl"
 #include "lora.inl"
 #include "quantize.inl"
+#include "softmax.inl"
 
+#include "attention.inl"
 #include "flash.inl"
 
 #include "elementwise.inl"

@@ -1,5 +1,6 @@
 #include "ops.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
@@ -174,12 +175,32 @@ void quantize(const Quantize& job, int64_t rows, int threads) {
                [&](int64_t begin, int64_t end) { kernels->quantize(job, begin, end); });
 }
 
+// Rows whose blocks are the same, at positions that follow each other, are of one sequence.
+static void find_runs(const Attention& job, std::vector<int64_t>& runs) {
+  runs.assign(1, 0);
+  const auto table = [&](int64_t row) { return job.tables.block + row * job.tables.width; };
+  for (int64_t row = 1; row < job.rows; ++row) {
+    const bool follows = job.positions[row] == job.positions[row - 1] + 1 &&
+                         row - runs.back() < kRun &&
+                         std::equal(table(row), table(row) + job.tables.width, table(row - 1));
+    if (!follows) runs.push_back(row);
+  }
+  runs.push_back(job.rows);
+}
+
 void attend(const Attention& job, int threads) {
   const int64_t pairs = job.rows * job.key_heads;
   parallel_for(threads, pairs, kElements / job.head_dim + 1,
                [&](int64_t begin, int64_t end) { kernels->remember(job, begin, end); });
-  parallel_for(threads, pairs, 1,
-               [&](int64_t begin, int64_t end) { kernels->attend(job, begin, end); });
+  thread_local std::vector<int64_t> runs;
+  find_runs(job, runs);
+  Attention all = job;
+  all.runs = runs.data();
+  const int64_t pieces = static_cast<int64_t>(runs.size() - 1) * job.key_heads;
+  parallel_for(threads, pieces, 1, [&](int64_t begin, int64_t end) {
+    float* scratch = reinterpret_cast<float*>(row_scratch.take(4 * attention_floats(job)));
+    kernels->attend(all, begin, end, scratch);
+  });
 }
 
 void flash(const Flash& job, int threads) {

@@ -32,9 +32,9 @@ def test_attention_is_torchs(
     """One or more new tokens of several sequences, whose blocks lie anywhere."""
     kv_heads, group = heads
     lengths = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=3))
-    new = data.draw(st.lists(st.integers(1, 3), min_size=len(lengths), max_size=len(lengths)))
+    new = data.draw(st.lists(st.integers(1, 10), min_size=len(lengths), max_size=len(lengths)))
     torch.manual_seed(sum(lengths) * head_dim)
-    width = blocks_for(max(lengths) + 3)
+    width = blocks_for(max(lengths) + 10)
     order = torch.randperm(len(lengths) * width).view(len(lengths), width)
     rows = [(table, n + i) for table, n, more in zip(order, lengths, new, strict=True)
             for i in range(more)]  # fmt: skip
@@ -68,6 +68,37 @@ def test_attention_is_torchs(
         last = Paged(at.tables[-1:], at.starts[-1:], window)
         alone = attend_one(q[-1:], (k[-1:], v[-1:]), (cos[-1:], sin[-1:]), mine, last)
         assert torch.equal(alone[0], out[-1])
+
+
+@pytest.mark.parametrize("isa", native.isa_levels())
+@pytest.mark.parametrize("window", [None, 5, 70])
+def test_a_row_attends_the_same_in_any_company(isa: str, window: int | None) -> None:
+    """Rows of one sequence share a reading of its keys; what each gets is what it gets alone."""
+    torch.manual_seed(0)
+    tables = torch.randperm(12).view(3, 4)
+    starts = [(0, 60 + i) for i in range(11)] + [(1, 200)] + [(2, i) for i in range(3)]
+    order = [table for table, _ in starts]
+    q = torch.randn(len(starts), 6, 1, 20)
+    new = (torch.randn(len(starts), 2, 1, 20), torch.randn(len(starts), 2, 1, 20))
+    rope = (torch.rand(len(starts), 1, 1, 20), torch.rand(len(starts), 1, 1, 20))
+    cache = (torch.randn(12, 2, BLOCK, 20), torch.randn(12, 2, BLOCK, 20))
+    at = Paged(tables[order], torch.tensor([p for _, p in starts]), window)
+    before = native.isa()
+    native.select_isa(isa)
+    try:
+        together = attend_one(q, new, rope, cache, at)
+        for row in range(len(starts)):
+            one = slice(row, row + 1)
+            alone = attend_one(
+                q[one],
+                (new[0][one], new[1][one]),
+                (rope[0][one], rope[1][one]),
+                cache,
+                Paged(at.tables[one], at.starts[one], window),
+            )
+            assert torch.equal(alone, together[one])
+    finally:
+        native.select_isa(before)
 
 
 def test_caches_that_torch_attends_to() -> None:
