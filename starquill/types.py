@@ -49,7 +49,8 @@ class GenerateRequest:
     end tokens. `prompt_logprobs` n reports the log probability of every prompt token after the
     first, and the n likeliest at its place. `grammar` (llguidance's JSON form) restricts what is
     written. After `max_seconds` of writing the request ends as if it had reached its length.
-    With `show_special` control tokens are in the text by their names.
+    With `show_special` control tokens are in the text by their names. An output that `begins_text`
+    is a text of its own, such as an answer, not the prompt's going on.
     `adapter` is a loaded adapter's alias, or several with their weights; None for the base model.
     """
 
@@ -62,6 +63,7 @@ class GenerateRequest:
     grammar: str | None = None
     max_seconds: float | None = None
     show_special: bool = False
+    begins_text: bool = False
     adapter: str | Mapping[str, float] | None = None
 
     @property

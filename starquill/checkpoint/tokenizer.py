@@ -16,6 +16,12 @@ from typing import Any
 import tokenizers
 
 from starquill.checkpoint.files import read_checkpoint_text, read_json_if_there
+from starquill.checkpoint.spelling import (
+    prefixes_pieces,
+    spelling,
+    start_tokens,
+    without_prefix,
+)
 from starquill.errors import BadRequestError, CheckpointError, UnsupportedError
 
 # Bytes from which a text takes long enough that others should not wait for it.
@@ -24,7 +30,11 @@ _LONG_TEXT = 4096
 
 @dataclass(frozen=True)
 class FimTokens:
-    """Ids of the fill-in-the-middle and repository tokens; the last two are optional."""
+    """Ids of the fill-in-the-middle and repository tokens; the latter and `pad` are optional.
+
+    `by_line` says how a repository is written: Qwen ends its name and each file with a newline,
+    and has the path of the file to fill in front of the prefix token, not behind.
+    """
 
     prefix: int
     suffix: int
@@ -32,6 +42,7 @@ class FimTokens:
     file_sep: int | None
     repo_name: int | None
     pad: int | None
+    by_line: bool = False
 
     @property
     def stops(self) -> frozenset[int]:
@@ -41,6 +52,14 @@ class FimTokens:
 
 
 # StarCoder's spelling, SantaCoder's with hyphens, Qwen-Coder's. Every name must be one token.
+_QWENS = {
+    "prefix": "<|fim_prefix|>",
+    "suffix": "<|fim_suffix|>",
+    "middle": "<|fim_middle|>",
+    "file_sep": "<|file_sep|>",
+    "repo_name": "<|repo_name|>",
+    "pad": "<|fim_pad|>",
+}
 _FIM_SPELLINGS = (
     {
         "prefix": "<fim_prefix>",
@@ -58,48 +77,35 @@ _FIM_SPELLINGS = (
         "repo_name": "<repo-name>",
         "pad": "<fim-pad>",
     },
-    {
-        "prefix": "<|fim_prefix|>",
-        "suffix": "<|fim_suffix|>",
-        "middle": "<|fim_middle|>",
-        "file_sep": "<|file_sep|>",
-        "repo_name": "<|repo_name|>",
-        "pad": "<|fim_pad|>",
-    },
+    _QWENS,
 )
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes, by character."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    table = {chr(b): b for b in printable}
-    return table | {chr(256 + i): b for i, b in enumerate(others)}
-
-
 class Tokenizer:
-    """A byte-level BPE tokenizer from `tokenizer.json`."""
+    """A tokenizer from `tokenizer.json`: byte-level, or SentencePiece's with bytes to fall back on.
+
+    The latter put a space in front of every text, which is no part of it: `own_space` says that
+    decoding leaves one out at a text's start, `prefixes_pieces` that text behind a control token
+    gets one too.
+    """
 
     def __init__(self, definition: dict[str, Any], config: dict[str, Any] | None = None) -> None:
         self.definition = definition
         self.config = config or {}
         added = definition.get("added_tokens") or []
         self.added: dict[int, str] = {token["id"]: token["content"] for token in added}
-        self._control = tokenizers.Tokenizer.from_str(json.dumps(definition))
         self.special_ids: frozenset[int] = frozenset(
             token["id"]
             for token in added
             if token.get("special") or self._is_control(token["content"])
         )
-        marked = [{**token, "special": token["id"] in self.special_ids} for token in added]
-        as_data = {**definition, "added_tokens": marked}
-        self._data = tokenizers.Tokenizer.from_str(json.dumps(as_data))
-        self._data.encode_special_tokens = True  # that is: as text
-        for encoder in (self._control, self._data):
-            encoder.no_truncation()
-            encoder.no_padding()
-        if "ByteLevel" not in json.dumps(definition.get("decoder")):
-            raise UnsupportedError("tokenizer.json: only byte-level decoders are implemented")
+        self._control, self._data = _encoders(definition, self.special_ids)
+        self._spelling = spelling(definition, self._control.get_vocab(with_added_tokens=False))
+        self.own_space = self._spelling.own_space
+        self.prefixes_pieces = prefixes_pieces(definition)
+        # Control tokens that swallow white space before or behind them.
+        self.strips_left = _ids(added, "lstrip") & self.special_ids
+        self.strips_right = _ids(added, "rstrip") & self.special_ids
 
     def _is_control(self, text: str) -> bool:
         """Some tokenizers do not flag their control tokens as special."""
@@ -111,9 +117,10 @@ class Tokenizer:
         """One more than the highest id."""
         return max(self._control.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, text: str, parse_special: bool = False) -> list[int]:
-        """Ids of `text`, with no token added. Special-token strings are data unless asked.
+    def encode(self, text: str, parse_special: bool = False, *, inside: bool = False) -> list[int]:
+        """Ids of `text`, with no control token added. Such strings are data unless asked.
 
+        Text `inside` another goes on after what is there: it gets no space of the tokenizer's own.
         Raises BadRequestError for text with lone surrogates, which no bytes stand for (Python
         makes them of arguments that are not UTF-8), and for bytes that the vocabulary lacks.
         """
@@ -121,7 +128,8 @@ class Tokenizer:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise BadRequestError(f"the text is not UTF-8 (character {error.start})") from None
-        encoder = self._control if parse_special else self._data
+        control, as_data = self._inside if inside else (self._control, self._data)
+        encoder = control if parse_special else as_data
         if len(data) < _LONG_TEXT:
             ids = list(encoder.encode(text, add_special_tokens=False).ids)
         else:  # only a batch lets other threads run meanwhile
@@ -131,19 +139,51 @@ class Tokenizer:
         return ids
 
     @cached_property
+    def _inside(self) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+        """The two encoders for text inside another."""
+        shortened = without_prefix(self.definition)
+        if shortened == self.definition:
+            return self._control, self._data
+        return _encoders(shortened, self.special_ids)
+
+    @cached_property
+    def start_ids(self) -> tuple[int, ...]:
+        """What stands in front of every text that the model was trained on, if anything does.
+
+        `add_bos_token` of the config goes before the post-processor, as in transformers.
+        """
+        wanted = self.config.get("add_bos_token")
+        names = start_tokens(self.definition)
+        if isinstance(wanted, bool):
+            bos = self.named_token("bos_token")
+            names = (bos,) if wanted and bos is not None else ()
+        ids = [self.id_of(name) for name in names]
+        return tuple(i for i in ids if i is not None)
+
+    def goes_on(self, before: Sequence[int]) -> bool:
+        """Whether text behind the ids `before` gets no space of the tokenizer's own."""
+        return bool(before) and not (self.prefixes_pieces and before[-1] in self.special_ids)
+
+    def started(self, ids: Sequence[int]) -> list[int]:
+        """`ids` behind the start tokens, unless these are there already."""
+        begun = tuple(ids[: len(self.start_ids)]) == self.start_ids
+        return list(ids) if begun else [*self.start_ids, *ids]
+
+    @cached_property
     def most_bytes(self) -> int | None:
         """What one token of a text can stand for at most; None if that is not known."""
-        if self.definition.get("normalizer") is not None:  # it may make a text shorter
+        if self._spelling.alphabet is None:
+            shortens = bool(self.strips_left | self.strips_right)
+        else:
+            shortens = self.definition.get("normalizer") is not None
+        if shortens:
             return None
         names = (len(name.encode()) for name in self.added.values())
         return max(*map(len, self.token_bytes), *names, 1)
 
     @cached_property
     def _unspellable(self) -> bytes:
-        """Bytes without a token: StarCoder2's vocabulary lacks 0xf1, besides what is no UTF-8."""
-        spelled = (self.id_of(character) is not None for character in _byte_alphabet())
-        pairs = zip(_byte_alphabet().values(), spelled, strict=True)
-        return bytes(byte for byte, known in pairs if not known)
+        return self._spelling.unspellable(self._control.get_vocab(with_added_tokens=True))
 
     def _check_spelled(self, text: str, ids: list[int]) -> None:
         """Refuse `text` if the library left some of its bytes out of `ids`."""
@@ -164,25 +204,34 @@ class Tokenizer:
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes that each id stands for; empty for control tokens and unused ids."""
-        alphabet = _byte_alphabet()
         table = [b""] * self.id_bound
         for text, index in self._control.get_vocab(with_added_tokens=True).items():
-            if index in self.special_ids:
-                continue
-            if index in self.added:
-                table[index] = text.encode()
-            else:
-                table[index] = bytes(alphabet[c] for c in text if c in alphabet)
+            if index not in self.special_ids:
+                spelled = self._spelling.added if index in self.added else self._spelling.spelled
+                table[index] = spelled(text)
         return table
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """The text that `ids` are, without a space of the tokenizer's own at its start.
+
+        Bytes that are no UTF-8 become U+FFFD.
+        """
+        data = self._joined(ids, skip_special)
+        if self.own_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", errors="replace")
+
+    def piece(self, index: int) -> str:
+        """What one token adds to a text; a control token's name."""
+        return self._joined([index], skip_special=False).decode("utf-8", errors="replace")
+
+    def _joined(self, ids: Sequence[int], skip_special: bool) -> bytes:
         table = self.token_bytes
         parts = []
         for i in ids:
             special = "" if skip_special or i not in self.special_ids else self.added[i]
             parts.append(special.encode() or (table[i] if i < len(table) else b""))
-        return b"".join(parts).decode("utf-8", errors="replace")
+        return b"".join(parts)
 
     @cached_property
     def fim(self) -> FimTokens | None:
@@ -190,7 +239,7 @@ class Tokenizer:
         for names in _FIM_SPELLINGS:
             ids = {part: self.id_of(name) for part, name in names.items()}
             if all(ids[part] is not None for part in ("prefix", "suffix", "middle")):
-                return FimTokens(**ids)  # type: ignore[arg-type]
+                return FimTokens(**ids, by_line=names is _QWENS)  # type: ignore[arg-type]
         return None
 
     def named_token(self, key: str) -> str | None:
@@ -204,6 +253,25 @@ class Tokenizer:
     def eos_id(self) -> int | None:
         name = self.named_token("eos_token")
         return None if name is None else self.id_of(name)
+
+
+def _encoders(
+    definition: dict[str, Any], special: frozenset[int]
+) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    """One to which the strings of `special` are control tokens, and one to which all is data."""
+    control = tokenizers.Tokenizer.from_str(json.dumps(definition))
+    added = definition.get("added_tokens") or []
+    marked = [{**token, "special": token["id"] in special} for token in added]
+    data = tokenizers.Tokenizer.from_str(json.dumps({**definition, "added_tokens": marked}))
+    data.encode_special_tokens = True  # that is: as text
+    for encoder in (control, data):
+        encoder.no_truncation()
+        encoder.no_padding()
+    return control, data
+
+
+def _ids(added: Sequence[dict[str, Any]], flag: str) -> frozenset[int]:
+    return frozenset(token["id"] for token in added if token.get(flag))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:

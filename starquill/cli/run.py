@@ -156,7 +156,7 @@ def _written(outcome: Outcome) -> Iterator[tuple[int, Delta, tuple[float, ...]]]
 
 
 def _token_text(tokenizer: Tokenizer | None, token: int) -> str:
-    return tokenizer.decode([token], skip_special=False) if tokenizer else f"<{token}>"
+    return tokenizer.piece(token) if tokenizer else f"<{token}>"
 
 
 def as_json(outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -110,15 +110,24 @@ class ChatTemplate:
         return self._breakable.sub(lambda m: m[0][:1] + shield + m[0][1:], text)
 
     def _encode_rendered(self, text: str, shield: str) -> list[int]:
-        ids: list[int] = []
+        tokenizer, ids = self._tokenizer, list[int]()
         end = 0
         for match in self._special.finditer(text):
-            ids += self._tokenizer.encode(text[end : match.start()].replace(shield, ""))
-            special = self._tokenizer.id_of(match[0])
+            special = tokenizer.id_of(match[0])
             assert special is not None
-            ids.append(special)
+            piece = text[end : match.start()]
+            if special in tokenizer.strips_left:
+                piece = piece.rstrip()
+            ids += [*self._data(piece, ids, shield), special]
             end = match.end()
-        return ids + self._tokenizer.encode(text[end:].replace(shield, ""))
+        return ids + self._data(text[end:], ids, shield)
+
+    def _data(self, piece: str, before: Sequence[int], shield: str) -> list[int]:
+        """Ids of the text between two control tokens, of which one may be the last of `before`."""
+        tokenizer = self._tokenizer
+        if before and before[-1] in tokenizer.strips_right:
+            piece = piece.lstrip()
+        return tokenizer.encode(piece.replace(shield, ""), inside=tokenizer.goes_on(before))
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:

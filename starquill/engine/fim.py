@@ -2,7 +2,9 @@
 
 `<fim_prefix>PREFIX<fim_suffix>SUFFIX<fim_middle>`, and with other files of the repository in
 front, by the format StarCoder2 was trained on (arXiv 2402.19173 §5.1):
-`<repo_name>NAME<file_sep>PATH\\nCODE<file_sep><fim_prefix>PATH\\nPREFIX<fim_suffix>...`.
+`<repo_name>NAME<file_sep>PATH\\nCODE<file_sep><fim_prefix>PATH\\nPREFIX<fim_suffix>...`. Qwen's
+coders were trained on lines (arXiv 2409.12186), with tokens of their own spelling:
+`<repo_name>NAME\\n<file_sep>PATH\\nCODE\\n<file_sep>PATH\\n<fim_prefix>PREFIX<fim_suffix>...`.
 
 In suffix-prefix order (`spm`, that paper's second variant) the prefix goes where the middle begins:
 `<fim_prefix><fim_suffix>SUFFIX<fim_middle>PREFIX`. Who types at the prefix's end then changes only
@@ -11,11 +13,12 @@ the end of what the model sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
-from starquill.checkpoint.tokenizer import FimTokens, Tokenizer
+from starquill.checkpoint.tokenizer import FimTokens
 from starquill.engine.healing import split_for_healing
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.params import check_params
@@ -72,15 +75,18 @@ def fill_request(
     tokenizer, fim = loaded.require_tokenizer(), loaded.require_fim()
     if hole.context and (fim.file_sep is None or fim.repo_name is None):
         raise UnsupportedError(f"{loaded.name} has no repository tokens, so no context files")
-    middle = tokenizer.encode(begun)
+    # All of it goes on behind a control token, and nothing is written between.
+    encode = partial(tokenizer.encode, inside=True)
+    middle = encode(begun)
     room = _room(loaded, hole, params.max_tokens + len(middle), context)
-    after = tokenizer.encode(hole.suffix)
+    after = encode(hole.suffix)
     # A path is only written behind a repository: the model has seen no other form.
-    before = tokenizer.encode(f"{hole.path}\n{hole.prefix}") if hole.context else []
-    front, dropped = _repository(tokenizer, fim, hole, room - len(before) - len(after))
+    path = "" if fim.by_line else f"{hole.path}\n"
+    before = encode(f"{path}{hole.prefix}") if hole.context else []
+    front, dropped = _repository(encode, fim, hole, room - len(before) - len(after))
     cut_before = cut_after = 0
     if not front:
-        before = tokenizer.encode(hole.prefix)
+        before = encode(hole.prefix)
         kept_before, kept_after = _shares(len(before), len(after), room)
         cut_before, cut_after = len(before) - kept_before, len(after) - kept_after
         before, after = before[cut_before:], after[:kept_after]
@@ -122,7 +128,7 @@ def _shares(before: int, after: int, room: int) -> tuple[int, int]:
 
 
 def _repository(
-    tokenizer: Tokenizer, fim: FimTokens, hole: Hole, room: int
+    encode: Callable[[str], list[int]], fim: FimTokens, hole: Hole, room: int
 ) -> tuple[list[int], tuple[str, ...]]:
     """The repository's name and as many context files as fit, the last named kept longest.
 
@@ -130,13 +136,15 @@ def _repository(
     """
     if fim.repo_name is None or fim.file_sep is None:
         return [], ()
-    name = [fim.repo_name, *tokenizer.encode(hole.repo_name)]
-    room -= len(name) + 1
+    end = "\n" if fim.by_line else ""
+    name = [fim.repo_name, *encode(hole.repo_name + end)]
+    last = [fim.file_sep, *(encode(f"{hole.path}\n") if fim.by_line else [])]
+    room -= len(name) + len(last)
     kept: list[list[int]] = []
     files = list(hole.context)
     while files:
         file = files[-1]
-        ids = [fim.file_sep, *tokenizer.encode(f"{file.path}\n{file.code}")]
+        ids = [fim.file_sep, *encode(f"{file.path}\n{file.code}{end}")]
         if len(ids) > room:
             break
         room -= len(ids)
@@ -145,4 +153,4 @@ def _repository(
     dropped = tuple(file.path for file in files)
     if not kept:
         return [], dropped
-    return [*name, *(i for ids in kept for i in ids), fim.file_sep], dropped
+    return [*name, *(i for ids in kept for i in ids), *last], dropped

@@ -304,7 +304,7 @@ class _Vocabulary:
         self._encode = tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        return self._encode(text, inside=True)
 
 
 def _after(before: str, grammar: str) -> str:

@@ -27,20 +27,24 @@ def plain_request(
     *,
     heal: bool = True,
     parse_special: bool = True,
+    start: bool = True,
 ) -> GenerateRequest:
     """Complete `prompt` at its end.
 
     Special-token strings are control tokens unless `parse_special` is False. With `heal` the
-    prompt's last token is taken back (see `healing`). An empty prompt starts from the model's
-    text-start token.
+    prompt's last token is taken back (see `healing`). A text that the model was trained to see
+    behind a start token gets one, unless it has it already or `start` is False: it goes on after
+    what is there. An empty prompt starts from the model's text-start token in any case.
     """
     tokenizer = loaded.require_tokenizer()
-    ids = tokenizer.encode(prompt, parse_special)
+    ids = tokenizer.encode(prompt, parse_special, inside=not start)
+    if start:
+        ids = tokenizer.started(ids)
     if not ids:
-        start = tokenizer.id_of(tokenizer.named_token("bos_token") or "")
-        if start is None:
+        first = tokenizer.id_of(tokenizer.named_token("bos_token") or "")
+        if first is None:
             raise BadRequestError("the prompt is empty, and the model has no token to start from")
-        ids = [start]
+        ids = [first]
     ids, healed = split_for_healing(tokenizer, ids) if heal else (ids, b"")
     # A fill-in-the-middle prompt written by hand ends as one of ours does.
     fim = tokenizer.fim
@@ -51,7 +55,10 @@ def plain_request(
 def chat_request(
     loaded: LoadedModel, messages: Sequence[Message], params: SamplingParams
 ) -> GenerateRequest:
-    """Answer the last of `messages` ({"role", "content"}) by the model's own chat template."""
+    """Answer the last of `messages` ({"role", "content"}) by the model's own chat template.
+
+    The template writes the start token, if there is one.
+    """
     template = loaded.chat_template
     if template is None:
         raise UnsupportedError(
@@ -60,4 +67,4 @@ def chat_request(
     check_params(params, loaded.config.vocab_size)
     ids = template.encode(messages)
     params = replace(params, stop=(*params.stop, *template.stop))
-    return GenerateRequest(new_request_id(), tuple(ids), params)
+    return GenerateRequest(new_request_id(), tuple(ids), params, begins_text=True)

@@ -77,8 +77,9 @@ def score_texts(
     """Score each text from its own start, over windows that overlap by half.
 
     Each token is scored once, with at least half a window before it (or the text's start). A
-    text begins after the end-of-text token, as in training. `against` is a reference model with
-    the same vocabulary. `adapters` act on `loaded` alone, each with its weight.
+    text begins after the start token, or where there is none the end-of-text token, as in
+    training. `against` is a reference model with the same vocabulary. `adapters` act on `loaded`
+    alone, each with its weight.
     """
     tokenizer = loaded.require_tokenizer()
     if against is not None and against.config.vocab_size != loaded.config.vocab_size:
@@ -107,7 +108,7 @@ def _score_all(
 ) -> Score:
     tokenizer, total = loaded.require_tokenizer(), Score()
     for text in texts:
-        start_id = min(loaded.end_ids, default=0)
+        start_id = next(iter(tokenizer.start_ids), min(loaded.end_ids, default=0))
         ids = [start_id, *tokenizer.encode(text)]
         total += Score(bytes=len(text.encode()))
         done = 1

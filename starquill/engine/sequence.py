@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from starquill.checkpoint.tokenizer import Tokenizer
 from starquill.engine.grammar import Grammar, Ids
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.params import check_params
@@ -34,6 +35,16 @@ def check_request(loaded: LoadedModel, request: GenerateRequest, context: int) -
         raise CapacityError(f"the prompt has {length} tokens; the context is {context}")
 
 
+def has_own_space(tokenizer: Tokenizer | None, request: GenerateRequest) -> bool:
+    """Whether a space at the output's beginning is the tokenizer's, put in front of every text.
+
+    What a grammar asked for is text to the last space.
+    """
+    if tokenizer is None or not tokenizer.own_space or request.heal or request.grammar is not None:
+        return False
+    return request.begins_text or request.prompt_ids[-1] in tokenizer.special_ids
+
+
 class Sequence:
     """One request while it runs: what it has written, and whether it is done.
 
@@ -58,7 +69,9 @@ class Sequence:
         self._grammar: Grammar | None = None
         if request.grammar is not None:
             self._grammar = loaded.grammars.start(request.grammar, request.heal)
-        self._text = TextStream(request.params.stop, skip=len(request.heal))
+        self._text = TextStream(
+            request.params.stop, len(request.heal), has_own_space(loaded.tokenizer, request)
+        )
         self._context = context
 
     def accept(self, logits: Tensor) -> Delta:

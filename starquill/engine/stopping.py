@@ -13,16 +13,23 @@ class TextStream:
     on how the bytes were cut into tokens.
     """
 
-    def __init__(self, stop: tuple[str, ...] = (), skip: int = 0) -> None:
-        """`skip` is the number of leading bytes that belong to the prompt, not to the output."""
+    def __init__(self, stop: tuple[str, ...] = (), skip: int = 0, own_space: bool = False) -> None:
+        """`skip` is the number of leading bytes that belong to the prompt, not to the output.
+
+        `own_space` says that a space at the beginning is the tokenizer's, and no text.
+        """
         self._stop = tuple(s for s in stop if s)
         self._skip = skip
+        self._own_space = own_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False
 
     def push(self, data: bytes) -> str:
         """Text that `data` makes certain. Sets `stopped` when a stop string was completed."""
+        if self._own_space and data:
+            self._own_space = False
+            data = data.removeprefix(b" ")
         skipped = min(self._skip, len(data))
         self._skip -= skipped
         text = self._held + self._decoder.decode(data[skipped:])

@@ -114,7 +114,7 @@ class _Answer:
         table = tokenizer.token_bytes
         spelled = table[token] if token < len(table) else b""
         return {
-            "token": tokenizer.decode([token], skip_special=False),
+            "token": tokenizer.piece(token),
             "bytes": list(spelled) if spelled else None,
             "logprob": max(logprob, LEAST_LOGPROB),
         }

@@ -18,6 +18,7 @@ from starquill.engine.fim import fill_request
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.params import check_params
 from starquill.engine.prompts import new_request_id, plain_request
+from starquill.engine.sequence import has_own_space
 from starquill.errors import BadRequestError, BusyError, CapacityError, UnsupportedError
 from starquill.server.adapters import adapter_of, name_of
 from starquill.server.body import check_length, context_length
@@ -175,7 +176,11 @@ class Choice:
         self._sum, self._tokens = 0.0, 0
         self._logprobs: LegacyLogprobs | None = None
         if body.logprobs is not None:
-            self._logprobs = LegacyLogprobs(loaded.tokenizer, request.show_special)
+            self._logprobs = LegacyLogprobs(
+                loaded.tokenizer,
+                request.show_special,
+                own_space=has_own_space(loaded.tokenizer, request),
+            )
         self._begun = False
 
     def add(self, delta: Delta, prompt: str) -> str:
@@ -185,9 +190,7 @@ class Choice:
             added = prompt + added
             if self._logprobs is not None:
                 assert delta.prompt_logprobs is not None, "the request asked for them"
-                self._logprobs.add_prompt(
-                    self.request.prompt_ids, delta.prompt_logprobs, len(prompt)
-                )
+                self._logprobs.add_prompt(self.request.prompt_ids, delta.prompt_logprobs, prompt)
         self._begun = True
         if delta.token_id is not None and delta.logprobs is not None and not delta.is_prompt:
             self._sum += delta.logprobs.chosen

@@ -180,7 +180,12 @@ def completion_request(
     check_length(tokenizer, texts, context_length(engine), "prompt")
     ids: list[int] = []
     for piece in prompt:
-        ids += tokenizer.encode(piece, parse_special=True) if isinstance(piece, str) else [piece]
+        if isinstance(piece, str):
+            ids += tokenizer.encode(piece, parse_special=True, inside=tokenizer.goes_on(ids))
+        else:
+            ids.append(piece)
+    if prompt and isinstance(prompt[0], str):  # a list that begins with ids is meant as it is
+        ids = tokenizer.started(ids)
     fim = tokenizer.fim
     stops = fim.stops if fim is not None and fim.middle in ids else frozenset()
     request = GenerateRequest(new_request_id(), tuple(ids), params, stop_ids=stops)

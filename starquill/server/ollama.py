@@ -164,7 +164,7 @@ def generate_request(
     check_template(loaded.require_tokenizer(), prompt)
     params = sampling(body, 1)
     heals = body.format in (None, "") and params.logprobs is None
-    request = plain_request(loaded, prompt, params, heal=heals)
+    request = plain_request(loaded, prompt, params, heal=heals, start=not body.context)
     # A prompt that is a whole fill or a continuation has its form already.
     whole = body.raw or body.context or request.stop_ids
     if loaded.chat_template is not None and not whole:
@@ -257,7 +257,7 @@ class Answer:
 
         def scored(token: int, logprob: float) -> dict[str, Any]:
             # JSON has no infinity; a banned token can have no other.
-            return {"token": tokenizer.decode([token], False), "logprob": max(logprob, -1e9)}
+            return {"token": tokenizer.piece(token), "logprob": max(logprob, -1e9)}
 
         return [
             {

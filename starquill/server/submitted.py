@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
+from starquill.engine.sequence import has_own_space
 from starquill.server.metrics import MeasuredEngine
 from starquill.server.together import Together
 from starquill.types import Delta, GenerateRequest, GenerationStats
@@ -74,6 +75,8 @@ class Submitted:
         table = tokenizer.token_bytes if tokenizer else []
         ids = [d.token_id for d in self.read if d.token_id is not None]
         spelled = b"".join(table[i] for i in ids if i < len(table))
+        if has_own_space(tokenizer, self.request):
+            spelled = spelled.removeprefix(b" ")
         return spelled[len(self.request.heal) :].decode("utf-8", errors="replace")
 
 
