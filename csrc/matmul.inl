@@ -130,6 +130,15 @@ void put_sums(const Matmul& job, int64_t row, int64_t first, const RowSums<M>& s
   }
 }
 
+// Scales and biases lie apart from a row's integers: asked for a few rows before they are needed.
+inline void ask_for_scales(const Affine& w, int64_t row) {
+  const int64_t bytes = w.groups() * (w.scale_type == Float::f32 ? 4 : 2), skip = row * bytes;
+  for (int64_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch(static_cast<const char*>(w.scales) + skip + i, 0, 3);
+    __builtin_prefetch(static_cast<const char*>(w.biases) + skip + i, 0, 3);
+  }
+}
+
 // Rows of weights [begin, end), at most kRowsTogether, times M rows of activations from `first` on.
 template <int Bits, int M>
 void decode_rows(const Matmul& job, const Lanes<Bits>& lanes, int64_t begin, int64_t end,
@@ -139,9 +148,11 @@ void decode_rows(const Matmul& job, const Lanes<Bits>& lanes, int64_t begin, int
   const uint8_t* packed = w.packed + begin * w.row_bytes();
   if (M == 1 || M * w.width <= kActivations) {
     packed += M == 1 ? kAheadOfOne : kAhead;  // rows follow each other
-    for (int64_t row = begin; row < end; ++row, packed += w.row_bytes())
+    for (int64_t row = begin; row < end; ++row, packed += w.row_bytes()) {
+      if (first == 0) ask_for_scales(w, row + kRowsTogether);
       put_sums<M>(job, row, first,
                   decode_part<Bits, M, true>(job, lanes, row, first, 0, groups, packed, {}));
+    }
     return;
   }
   // Activations in parts that stay in the first level of cache while the weights pass by: these
