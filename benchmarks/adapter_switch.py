@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,7 @@ def milliseconds(action: Callable[[], Any]) -> float:
 def ours(folder: Path, rounds: int) -> dict[str, Any]:
     """First tokens with the adapter of the request before, and with the other."""
     loaded = load(folder)
-    loading = [
-        milliseconds(lambda name=name: loaded.adapters.load(name, EXAMPLES / name))
-        for name in NAMES
-    ]
+    loading = [milliseconds(partial(loaded.adapters.load, name, EXAMPLES / name)) for name in NAMES]
     engine = Engine(loaded, EngineOptions(prefix_cache=False))
     params = SamplingParams(max_tokens=1)
     found: dict[str, list[float]] = {"same": [], "changed": []}
@@ -96,9 +94,8 @@ def theirs(folder: Path, top: Path, rounds: int) -> dict[str, Any]:
 
     def first(name: str, change: bool) -> None:
         if change:
-            state["model"], state["tokenizer"] = mlx_lm.load(
-                str(folder), adapter_path=str(adapters[name])
-            )
+            loaded = mlx_lm.load(str(folder), adapter_path=str(adapters[name]))
+            state["model"], state["tokenizer"] = loaded[:2]
         steps = mlx_lm.stream_generate(state["model"], state["tokenizer"], PROMPT, max_tokens=1)
         written[name] = next(iter(steps)).token
 

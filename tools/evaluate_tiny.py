@@ -95,7 +95,9 @@ def parse_rate(engine: Engine, heads: list[FunctionHead]) -> float:
     return good / len(heads)
 
 
-def line_holes(documents: list[Document], rng: random.Random, count: int) -> Iterator[tuple]:
+def line_holes(
+    documents: list[Document], rng: random.Random, count: int
+) -> Iterator[tuple[Hole, str]]:
     """Random lines of 8 to 80 characters; the hole is the line without its indentation.
 
     The lines around it are as many as the model was trained with: 40 before and 15 after.

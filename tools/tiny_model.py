@@ -45,6 +45,9 @@ HEAD = HIDDEN // HEADS
 BLOCK = 256
 
 
+Block = tuple[int, int, int, Tensor]  # start, end, first key, mask
+
+
 class BlockAttention(torch.autograd.Function):
     """Softmax attention of blocks of queries with the keys their windows can reach.
 
@@ -53,7 +56,7 @@ class BlockAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: list[tuple]) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block]) -> Tensor:
         """Attend; keep the probabilities for the backward pass."""
         out, kept = torch.empty_like(q), []
         for start, end, first, mask in blocks:
@@ -127,7 +130,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD)
         self.o_proj = nn.Linear(HEADS * HEAD, HIDDEN)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], blocks: list[tuple]) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], blocks: list[Block]) -> Tensor:
         """Attend within each row."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         weight = torch.cat([p.weight for p in projections])
@@ -167,7 +170,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(HIDDEN, CONFIG["norm_epsilon"])
         self.mlp = Mlp()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], blocks: list[tuple]) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], blocks: list[Block]) -> Tensor:
         """Apply it."""
         x = x + self.self_attn(self.input_layernorm(x), rope, blocks)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -193,13 +196,13 @@ class Model(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def tables(self, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], list[tuple]]:
+    def tables(self, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], list[Block]]:
         """Rotary tables, and for each block of queries the keys in reach and their mask."""
         exponent = torch.arange(0, HEAD, 2).float() / HEAD
         angles = torch.outer(torch.arange(self.context).float(), CONFIG["rope_theta"] ** -exponent)
         angles = torch.cat([angles, angles], -1)
         positions, window = torch.arange(self.context), CONFIG["sliding_window"]
-        blocks = []
+        blocks: list[Block] = []
         for start in range(0, self.context, BLOCK):
             end = min(start + BLOCK, self.context)
             first = max(0, start - window)
@@ -209,7 +212,7 @@ class Model(nn.Module):
             blocks.append((start, end, first, mask))
         return (angles.cos().to(dtype), angles.sin().to(dtype)), blocks
 
-    def forward(self, ids: Tensor, rope: tuple[Tensor, Tensor], blocks: list[tuple]) -> Tensor:
+    def forward(self, ids: Tensor, rope: tuple[Tensor, Tensor], blocks: list[Block]) -> Tensor:
         """Final hidden states of rows of ``context`` tokens."""
         x = self.embed_tokens(ids)
         for layer in self.layers:

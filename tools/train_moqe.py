@@ -36,7 +36,7 @@ HEAD = HIDDEN // HEADS
 EXPERTS, TOP, INNER = 8, 2, 192
 EVEN_LOAD = 0.01
 
-Tables = tuple[tuple[Tensor, Tensor], list[tuple]]
+Tables = tuple[tuple[Tensor, Tensor], list[tuple[int, int, int, Tensor]]]
 
 
 def config(mixture: bool) -> dict[str, Any]:

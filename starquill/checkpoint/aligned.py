@@ -48,4 +48,4 @@ def save_aligned(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
         for name in order:
             # In bytes: numpy has no bfloat16.
             flat = tensors[name].detach().cpu().contiguous().flatten()
-            file.write(memoryview(flat.view(torch.uint8).numpy()))
+            file.write(flat.view(torch.uint8).numpy().data)
