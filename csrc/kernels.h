@@ -138,6 +138,8 @@ struct LayerNorm {
   float eps;
 };
 
+// y = x/√(mean of x² + eps)·weight likewise: `rms_norm`, which takes the same and no bias.
+
 // Rotary embedding of x [B, H, T, Dh] (with strides in floats; Dh contiguous) into y, contiguous.
 struct Rotation {
   const float* x;
@@ -211,6 +213,21 @@ struct Lora {
   float* h;  // A x of each entry: [rows, rank] one behind the other
 };
 
+// A mixture's activation; `gelu` by its tanh approximation.
+enum class Act : int { silu, gelu, relu };
+
+// The `top` experts of each row of logits [rows, experts] and their weights, [rows, top]; with
+// `normalise` these sum to 1. `scratch` is as large as the logits.
+constexpr float kTaken = -1;
+struct Routing {
+  const float* logits;
+  float* scratch;
+  int64_t* chosen;
+  float* weights;
+  int64_t experts, top;
+  bool normalise;
+};
+
 struct Kernels {
   const char* name;
   int vector_bytes;
@@ -235,6 +252,10 @@ struct Kernels {
   void (*gelu)(const float* x, float* y, int64_t begin, int64_t end);
   void (*shrink)(const Lora&, int64_t begin, int64_t end);  // of the entries' pieces
   void (*expand)(const Lora&, int64_t begin, int64_t end);  // of outputs
+  void (*gated)(float* gate, const float* up, Act, int64_t count);  // `up` or null
+  void (*add_scaled)(float* sum, const float* x, float weight, int64_t count);
+  void (*rms_norm)(const LayerNorm&, int64_t begin, int64_t end);
+  void (*route)(const Routing&, int64_t begin, int64_t end);
 };
 
 // Rows of a weight that `prefill` works on at once, and the bytes of scratch that it needs.

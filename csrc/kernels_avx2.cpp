@@ -12,13 +12,15 @@
 
 #include "elementwise.inl"
 
+#include "experts.inl"
+
 namespace starquill {
 
 const Kernels avx2_kernels = {
     "avx2",   Simd::bytes, quantize, largest, quantize_activations,
     decode,  prefill,     dequantize, exact, dense, remember, attend,
     flash,   layer_norm,  rotation, store, add, gelu,
-    shrink,  expand,
+    shrink,  expand,     gated,   add_scaled, rms_norm, route,
 };
 
 }  // namespace starquill

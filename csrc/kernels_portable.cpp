@@ -12,13 +12,15 @@
 
 #include "elementwise.inl"
 
+#include "experts.inl"
+
 namespace starquill {
 
 const Kernels portable_kernels = {
     "portable",   Simd::bytes, quantize, largest, quantize_activations,
     decode,  prefill,     dequantize, exact, dense, remember, attend,
     flash,   layer_norm,  rotation, store, add, gelu,
-    shrink,  expand,
+    shrink,  expand,     gated,   add_scaled, rms_norm, route,
 };
 
 }  // namespace starquill

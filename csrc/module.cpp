@@ -134,6 +134,8 @@ class AffineHandle {
                 threads);
   }
 
+  const Affine& weight() const { return weight_; }
+
   void dequantize(const Out& out, int threads) const {
     check(static_cast<int64_t>(out.shape(0)) == weight_.rows &&
               static_cast<int64_t>(out.shape(1)) == weight_.width && out.stride(1) == 1 &&
@@ -236,6 +238,48 @@ void layer_norm_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t,
   layer_norm(job, shape[0], threads);
 }
 
+void rms_norm_at(const std::array<uintptr_t, 3>& at, const std::array<int64_t, 2>& shape, float eps,
+                 int threads) {
+  auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
+  const LayerNorm job{floats(0), floats(1), nullptr, floats(2), shape[1], eps};
+  nb::gil_scoped_release free;
+  rms_norm(job, shape[0], threads);
+}
+
+// Stacks of gate (or None), up and down; addresses of their biases (or null), x, the chosen experts
+// (int64), their weights and out, checked by the caller. `shape` is experts, tokens and top.
+void mixture_at(const AffineHandle* gate, const AffineHandle& up, const AffineHandle& down,
+                const std::array<uintptr_t, 7>& at, const std::array<int64_t, 3>& shape, int act, int way,
+                int threads) {
+  auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
+  const auto [experts, tokens, top] = shape;
+  const Affine *g = gate ? &gate->weight() : nullptr, *u = &up.weight(), *d = &down.weight();
+  check(experts > 0 && u->rows % experts == 0 && d->rows % experts == 0,
+        "the experts are not of equal height");
+  check(d->width * experts == u->rows && u->width * experts == d->rows,
+        "down does not lead back from where up leads");
+  check(!g || (g->rows == u->rows && g->width == u->width), "gate and up differ in shape");
+  check(act >= 0 && act <= 2, "act is not 0 (silu), 1 (gelu) or 2 (relu)");
+  const Way checked = checked_way(way);
+  check(checked != Way::exact, "experts in one operation round their activations");
+  const Mixture job{g, u, d, floats(0), floats(1), floats(2), experts, static_cast<Act>(act), floats(3),
+                    reinterpret_cast<const int64_t*>(at[4]), floats(5), floats(6), tokens, top};
+  nb::gil_scoped_release free;
+  mixture(job, checked, threads);
+}
+
+// Logits [rows, experts], the chosen experts (int64) and their weights [rows, top]; `shape` is rows,
+// experts and top.
+void route_at(const std::array<uintptr_t, 3>& at, const std::array<int64_t, 3>& shape, bool normalise,
+              int threads) {
+  const auto [rows, experts, top] = shape;
+  check(top > 0 && top <= experts, "top is not one of the experts' number");
+  const Routing job{reinterpret_cast<const float*>(at[0]), nullptr, reinterpret_cast<int64_t*>(at[1]),
+                    reinterpret_cast<float*>(at[2]), experts, top, normalise};
+  nb::gil_scoped_release free;
+  route(job, rows, threads);
+}
+
 // x, cos, sin and y; `shape` is B, H, T, Dh and x's strides of the first three.
 void rotation_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 7>& shape, int threads) {
   auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
@@ -304,6 +348,7 @@ NB_MODULE(_native, m) {
   m.def("attend_at", &attend_at);
   m.def("flash_at", &flash_at);
   m.def("layer_norm_at", &layer_norm_at);
+  m.def("rms_norm_at", &rms_norm_at);
   m.def("rotation_at", &rotation_at);
   m.def("store_at", &store_at);
   m.def("add_at", &add_at);
@@ -317,4 +362,7 @@ NB_MODULE(_native, m) {
       .def("rows_at", &AffineHandle::rows_at)
       .def("experts_at", &AffineHandle::experts_at)
       .def("dequantize", &AffineHandle::dequantize, buffer, nb::arg());
+  m.def("mixture_at", &mixture_at, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+        nb::arg(), nb::arg());
+  m.def("route_at", &route_at);
 }

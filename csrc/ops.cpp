@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <memory>
 #include <stdexcept>
 
 #include "pool.h"
+#include "scratch.h"
 
 namespace starquill {
 namespace {
@@ -44,31 +44,6 @@ const Kernels* kernels = available().back();
 // Elements that are worth a thread's while.
 constexpr int64_t kElements = 1 << 14;
 
-int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-// Memory that a thread keeps from call to call.
-class Scratch {
- public:
-  uint8_t* take(int64_t bytes) {
-    if (bytes > size_) {
-      size_ = rounded_up(bytes, 4096);
-      memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, size_)));
-      if (!memory_) {
-        size_ = 0;
-        throw std::bad_alloc();
-      }
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  std::unique_ptr<uint8_t, Free> memory_;
-  int64_t size_ = 0;
-};
-
 thread_local Scratch activation_scratch, row_scratch, lora_scratch;
 
 Activations quantized(const Kernels& k, const Affine& w, const Product& job, int threads) {
@@ -102,6 +77,8 @@ std::vector<std::string> isa_levels() {
 }
 
 std::string isa() { return kernels->name; }
+
+const Kernels& chosen_kernels() { return *kernels; }
 
 void select_isa(const std::string& name) { kernels = by_name(name); }
 
@@ -213,6 +190,11 @@ void flash(const Flash& job, int threads) {
 void layer_norm(const LayerNorm& job, int64_t rows, int threads) {
   parallel_for(threads, rows, kElements / job.width + 1,
                [&](int64_t begin, int64_t end) { kernels->layer_norm(job, begin, end); });
+}
+
+void rms_norm(const LayerNorm& job, int64_t rows, int threads) {
+  parallel_for(threads, rows, kElements / job.width + 1,
+               [&](int64_t begin, int64_t end) { kernels->rms_norm(job, begin, end); });
 }
 
 void rotation(const Rotation& job, int threads) {

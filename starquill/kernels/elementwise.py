@@ -40,6 +40,24 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return y
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / √(mean of x² + eps)·weight` over the last dimension; `weight` `[D]` contiguous float32.
+
+    In runs of D: what is `[..., n·D]` wide is normalised as n heads.
+    """
+    assert native is not None
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    width = weight.shape[0]
+    native.rms_norm_at(
+        [x.data_ptr(), weight.data_ptr(), y.data_ptr()],
+        [x.numel() // width, width],
+        eps,
+        torch.get_num_threads(),
+    )
+    return y
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x` `[B, H, T, Dh]` by `cos` and `sin` `[B, 1, T, Dh]`: i pairs with i + Dh/2.
 

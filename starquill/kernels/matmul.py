@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ _ROWS, _BANDS, _EXACT = 0, 1, 2
 _BANDS_FROM = 12
 
 
-def _way(x: Tensor, exact: bool) -> int:
+def way(x: Tensor, exact: bool) -> int:
     """How to go over `x`: by its shape alone, so that results do not depend on the batch.
 
     `[B, 1, in]`, a step of B sequences, goes row by row however many they are; `[B, T, in]`, a
@@ -41,6 +42,15 @@ class AffineKernel:
         self._native = native.Affine(packed, scales, biases, bits, group)
         self._bias: Tensor | None = None  # the last one, known to fit
 
+    @property
+    def handle(self) -> Any:
+        """For native operations on several matrices."""
+        return self._native
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._shape
+
     def matmul(self, x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
         """`[..., in] -> [..., out]` in x's dtype, computed in float32.
 
@@ -64,7 +74,7 @@ class AffineKernel:
             math.prod(lead),
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            _way(x, exact),
+            way(x, exact),
             torch.get_num_threads(),
         )
         return out if x.dtype is torch.float32 else out.to(x.dtype)

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from starquill.kernels import elementwise
+from starquill.kernels.experts import ACTS, ExpertMatrix, weighted
 from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.disk import LayerExperts
 from starquill.nn.linear import Linear
 from starquill.nn.lora import AdapterMix
 from starquill.nn.router import Router, Routes
+from starquill.quant.affine import AffineWeight
 from starquill.quant.weight import DenseWeight, Weight
 
 
@@ -52,6 +55,15 @@ class ExpertLinear(nn.Module):
         bias = self._parameters.get("bias")
         return y if bias is None else y + bias[groups.experts]
 
+    def matrix(self) -> ExpertMatrix | None:
+        """For the native operation over all experts; None where the weight is no such matrix."""
+        kernel = self.weight.rounding if isinstance(self.weight, AffineWeight) else None
+        return None if kernel is None else ExpertMatrix(kernel, self._parameters.get("bias"))
+
+
+# Of each expert: a gate's matrices or None, those that lead to its inner width, and back.
+Stacks = tuple[ExpertLinear | None, ExpertLinear, ExpertLinear]
+
 
 @dataclass(frozen=True)
 class ExpertShape:
@@ -76,12 +88,17 @@ class GatedExperts(nn.Module):
         self.up_proj = ExpertLinear(count, width, inner, shape.bias)
         self.down_proj = ExpertLinear(count, inner, width, shape.bias)
         self.act = ACTIVATIONS[shape.hidden_act]
+        self.act_name = shape.hidden_act
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         if self.disk is not None:
             self.disk.fetch(groups.counts)
         gate = groups.each(self.act, self.gate_proj(x, groups))
         return self.down_proj(gate * self.up_proj(x, groups), groups)
+
+    @property
+    def stacks(self) -> Stacks:
+        return (self.gate_proj, self.up_proj, self.down_proj)
 
 
 class PlainExperts(nn.Module):
@@ -95,11 +112,16 @@ class PlainExperts(nn.Module):
         self.c_fc = ExpertLinear(count, width, inner, shape.bias)
         self.c_proj = ExpertLinear(count, inner, width, shape.bias)
         self.act = ACTIVATIONS[shape.hidden_act]
+        self.act_name = shape.hidden_act
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         if self.disk is not None:
             self.disk.fetch(groups.counts)
         return self.c_proj(groups.each(self.act, self.c_fc(x, groups)), groups)
+
+    @property
+    def stacks(self) -> Stacks:
+        return (None, self.c_fc, self.c_proj)
 
 
 class DeltaLinear(nn.Module):
@@ -159,6 +181,8 @@ def mixed(
     `count` is how many there are. A token's sum goes by rank, so that it does not depend on who
     else was there.
     """
+    if (whole := _at_once(x, routes, count, experts)) is not None:
+        return whole
     top = routes.experts.shape[-1]
     chosen = routes.experts.flatten()  # [N·A]
     order = chosen.argsort(stable=True)
@@ -171,3 +195,25 @@ def mixed(
     for rank in range(1, top):
         total = total + y[..., rank, :]
     return total.to(x.dtype)
+
+
+def _at_once(
+    x: Tensor, routes: Routes, count: int, experts: Callable[[Tensor, Groups], Tensor]
+) -> Tensor | None:
+    """The same in one native operation; None for other experts than those that it can take.
+
+    The experts and the dtype decide, not how many tokens there are: a row has the same sum in any
+    company. Of one token's sum the order is by rank, of a piece's by the experts' numbers.
+    """
+    if not isinstance(experts, GatedExperts | PlainExperts) or not elementwise.takes(x):
+        return None
+    if experts.act_name not in ACTS:
+        return None
+    gate, up, down = experts.stacks
+    parts = tuple(None if layer is None else layer.matrix() for layer in (gate, up, down))
+    if parts[1] is None or parts[2] is None or (gate is not None and parts[0] is None):
+        return None
+    if experts.disk is not None:
+        experts.disk.fetch(routes.experts.flatten().bincount(minlength=count))
+    stacks = (parts[0], parts[1], parts[2])
+    return weighted(x, (routes.experts, routes.weights), stacks, count, experts.act_name)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from starquill.kernels import elementwise, experts
+
 
 @dataclass(frozen=True)
 class Routes:
@@ -22,10 +24,13 @@ Router = Callable[[Tensor], Routes]
 
 def top_of_softmax(logits: Tensor, top: int, normalise: bool) -> Routes:
     """The `top` likeliest by a softmax over all; with `normalise` their weights sum to 1."""
-    weights, experts = logits.float().softmax(-1).topk(top, dim=-1)
+    scores = logits.float()
+    if elementwise.takes(scores):
+        return Routes(*experts.top_of_softmax(scores, top, normalise))
+    weights, chosen = scores.softmax(-1).topk(top, dim=-1)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    return Routes(experts, weights)
+    return Routes(chosen, weights)
 
 
 def sparsemixer(logits: Tensor, jitter: float) -> Routes:

@@ -101,6 +101,11 @@ class AffineWeight:
         )
         return AffineKernel(packed, scales, biases, self.bits, self.group)
 
+    @property
+    def rounding(self) -> AffineKernel | None:
+        """The native matrix, or stack, where products round activations; None where they do not."""
+        return None if self.exact else self._kernel
+
     def dequantize(self) -> Tensor:
         if self._kernel is not None:
             return self._kernel.dequantize().view(self.shape).to(self.dtype)

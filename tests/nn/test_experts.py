@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from starquill.kernels.native import FLOAT_TYPES
+from starquill.kernels.native import FLOAT_TYPES, native
 from starquill.nn.activation import silu
 from starquill.nn.experts import ExpertShape, GatedExperts, PlainExperts, SparseMlp, mixed
 from starquill.nn.linear import Linear
@@ -175,3 +176,133 @@ def test_stacks_of_quantized_matrices() -> None:
         y = weight.matmul_grouped(inputs, counts)
         expected = [rows @ matrices[e].dequantize().T for e, rows in ((0, x[:1]), (2, x[1:]))]
         torch.testing.assert_close(y, torch.cat(expected), atol=1e-5, rtol=1e-4)
+
+
+def _rounding(name: str, gate: str = "q4-g32", up: str = "q4-g32") -> GatedExperts | PlainExperts:
+    """Quantized experts with biases, `gate` and `up` in schemes of their own."""
+    kind = GatedExperts if name == "gated" else PlainExperts
+    experts = kind(
+        ExpertShape(E, D, INNER, "silu" if name == "gated" else "gelu_pytorch_tanh", True)
+    )
+    for seed, (layer, scheme) in enumerate(zip(experts.stacks, (gate, up, "q8-g16"), strict=True)):
+        if layer is not None:
+            shape = layer.weight.shape
+            layer.weight = quantize(_random(*shape, seed=seed) * 3, parse_scheme(scheme))
+            bias = _random(shape[0], shape[1], seed=9 + seed)
+            layer.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return experts
+
+
+def _routes(*shape: int, top: int = 2, seed: int = 1) -> Routes:
+    generator = torch.Generator().manual_seed(seed)
+    experts = torch.rand(*shape, E, generator=generator).argsort(-1)[..., :top].contiguous()
+    return Routes(experts, torch.rand(*shape, top, generator=generator))
+
+
+needs_native = pytest.mark.skipif(native is None, reason="the native kernels are missing")
+LEVELS = [] if native is None else native.isa_levels()
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    assert native is not None
+    before = native.isa()
+    native.select_isa(request.param)
+    yield
+    native.select_isa(before)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", LEVELS, indirect=True)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 1), (1, 2), (1, 13), (2, 9), (1, 600), (600, 1)])
+@pytest.mark.parametrize(
+    "kind", [("gated", "q4-g32", "q4-g32"), ("gated", "q3-g16", "q2-g32"), ("plain",)]
+)
+def test_all_experts_at_once(isa: None, kind: tuple[str, ...], shape: tuple[int, int]) -> None:
+    """As product by product, but for activations that fall to the other side of a step."""
+    experts, x, routes = _rounding(*kind), _random(*shape, D, seed=3), _routes(*shape, top=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("starquill.nn.experts.weighted", None)  # which the second must not need
+        one_by_one = mixed(x, routes, E, lambda rows, groups: experts(rows, groups))
+    off = (mixed(x, routes, E, experts) - one_by_one).abs()
+    assert off.max() < 2e-2 * one_by_one.abs().max()
+    assert off.mean() < 1e-4 * one_by_one.abs().max()
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["gated", "plain"])
+def test_all_experts_at_once_in_any_company(kind: str) -> None:
+    """To the bit: single tokens of several sequences, and tokens of a longer or shorter piece."""
+    experts, x, routes = _rounding(kind), _random(40, 1, D, seed=3), _routes(40, 1)
+    for count in (1, 3, 40):
+        for start in range(0, 40, count):
+            here = slice(start, start + count)
+            some = mixed(x[here], Routes(routes.experts[here], routes.weights[here]), E, experts)
+            assert torch.equal(some, mixed(x, routes, E, experts)[here])
+    piece, whole = x.transpose(0, 1), Routes(*(r.transpose(0, 1) for r in _both(routes)))
+    for count in (2, 5, 39):
+        part = Routes(*(r[:, :count] for r in _both(whole)))
+        some = mixed(piece[:, :count], part, E, experts)
+        assert torch.equal(some, mixed(piece, whole, E, experts)[:, :count])
+
+
+def _both(routes: Routes) -> tuple[Tensor, Tensor]:
+    return routes.experts, routes.weights
+
+
+@needs_native
+def test_all_experts_at_once_do_not_depend_on_threads() -> None:
+    experts = _rounding("gated")
+    before = torch.get_num_threads()
+    try:
+        for shape in ((3, 1), (1, 90)):
+            x, routes, found = _random(*shape, D), _routes(*shape), []
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                found.append(mixed(x, routes, E, experts))
+            assert torch.equal(found[0], found[1])
+            assert torch.equal(found[0], found[2])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+@pytest.mark.parametrize("wrong", [-1, E])
+def test_an_expert_that_is_not_there(wrong: int) -> None:
+    routes = Routes(torch.tensor([[[0, wrong]]]), torch.ones(1, 1, 2))
+    with pytest.raises(IndexError, match="not in the stack"):
+        mixed(_random(1, 1, D), routes, E, _rounding("gated"))
+
+
+@needs_native
+def test_experts_with_damaged_values_show_them() -> None:
+    experts, x = _rounding("gated"), _random(1, 4, D)
+    x[0, 2, 5] = math.nan
+    y = mixed(x, _routes(1, 4), E, experts)
+    assert y[0, 2].isnan().all()
+    assert y[0, [0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 128])
+def test_top_of_softmax_of_many(count: int) -> None:
+    logits = _random(33, 5, count) * 20
+    for top in {1, min(8, count), count}:
+        for normalise in (False, True):
+            chances, experts = logits.softmax(-1).topk(top)
+            chances = chances / chances.sum(-1, keepdim=True) if normalise else chances
+            routes = top_of_softmax(logits, top, normalise)
+            # Far below the best they are zeros, of which none comes before another.
+            clear = chances > 1e-30
+            assert torch.equal(routes.experts[clear], experts[clear])
+            torch.testing.assert_close(routes.weights, chances, atol=1e-6, rtol=1e-5)
+            assert all(len(set(row)) == top for row in routes.experts.flatten(0, 1).tolist())
+
+
+@needs_native
+def test_a_router_that_is_not_finite_chooses_experts_that_exist() -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        logits = torch.tensor([[[0.0, bad, 1.0]], [[bad, bad, bad]]])
+        routes = top_of_softmax(logits, 2, normalise=True)
+        assert all(set(row) <= {0, 1, 2} for row in routes.experts.flatten(0, 1).tolist())
+        if bad != -math.inf:
+            assert routes.weights.isnan().any(-1).all()
