@@ -43,6 +43,10 @@ class BadRequestError(StarquillError):
     """A request or option has a value that cannot be used."""
 
 
+class StageLostError(StarquillError):
+    """The process that has some of a model's layers has ended."""
+
+
 class NumericsError(StarquillError):
     """The model produced values that are not finite numbers."""
 

@@ -13,7 +13,7 @@ import torch
 
 from starquill.adapters.xlora import load_xlora
 from starquill.adapters.xlora_config import find_xlora
-from starquill.checkpoint.build import BuiltModel, build
+from starquill.checkpoint.build import BuiltModel, build, everything
 from starquill.checkpoint.hub import ModelFiles, locate
 from starquill.checkpoint.opening import open_checkpoint
 from starquill.checkpoint.vocabulary import check_vocabulary
@@ -21,6 +21,7 @@ from starquill.engine.chat import chat_template
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import BadRequestError
 from starquill.isq import IsqPlan, apply_isq
+from starquill.placement.stages import StageOf
 from starquill.placing import DeviceOptions, Request, Subject
 from starquill.quant.weight import Computing
 from starquill.quantizing import (
@@ -32,7 +33,7 @@ from starquill.quantizing import (
     planned_bytes,
 )
 from starquill.requantizing import Requantizer
-from starquill.settling import Settler, StaysOnDisk, settler_for
+from starquill.settling import ELSEWHERE, ON_DISK, Settler, Share, Stays, settler_for
 
 log = logging.getLogger("starquill")
 
@@ -54,6 +55,7 @@ def load(
     max_seq_len: int | None = None,
     max_batch_size: int | None = None,
     topology: Path | None = None,
+    stage: StageOf | None = None,
     on_progress: OnProgress | None = None,
 ) -> LoadedModel:
     """Load a model: `default` (the embedded one), a folder, a file or a hub id.
@@ -66,6 +68,8 @@ def load(
     request; its weights stay as they are after `xlora_freeze` written tokens. `device_map`,
     `max_memory` and devices in the file `topology` say where layers go (docs/placement.md),
     `max_seq_len` and `max_batch_size` what must have room there; requests get no more than these.
+    With `stage` only the layers of one of several processes are loaded (docs/scale-out.md), by the
+    first the embedding and the head too; `engine.stages.joined` makes the whole of them.
     Raises CheckpointError, AdapterError or UnsupportedError, each naming all that is wrong, and
     CapacityError with what would fit.
     """
@@ -78,25 +82,29 @@ def load(
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, allow_padded_vocab)
     options = QuantOptions(quant) if isinstance(quant, str) else quant
-    plan = IsqPlan({}) if options is None else plan_checkpoint(checkpoint, options)
     file = options.topology if topology is None and options is not None else topology
     where = DeviceOptions(device_map, max_memory, max_seq_len, max_batch_size, file)
     request = Request(Subject(checkpoint, computing, options), where)
-    settler = settler_for(files, request)
-    built = _built(request, plan, settler, on_progress)
+    share = None if stage is None else Share(stage, request)
+    plan = IsqPlan({}) if options is None else plan_checkpoint(checkpoint, options)
+    settler = settler_for(files, request) if share is None else None
+    built = _built(request, plan, settler, share, on_progress)
     warnings = (*checkpoint.warnings, *plan_warnings(checkpoint, plan), *built.warnings)
     for warning in warnings:
         log.warning("%s: %s", files.weights or files.folder, warning)
-    loaded = _loaded(_display_name(model, files), request, built.model, settler)
+    loaded = _loaded(_display_name(model, files), request, built.model, settler, share)
     acting = None if found is None else load_xlora(found, loaded, xlora_freeze)
     return replace(loaded, warnings=warnings, xlora=acting)
 
 
-def _loaded(name: str, request: Request, model: Any, settler: Settler | None) -> LoadedModel:
+def _loaded(
+    name: str, request: Request, model: Any, settler: Settler | None, share: Share | None
+) -> LoadedModel:
     """`model` with all that a request needs to know about it."""
     checkpoint, computing = request.subject.checkpoint, request.subject.computing
     tokenizer = checkpoint.tokenizer
     on_disk = settler is not None and settler.mapped is not None
+    stays = ON_DISK if on_disk else None if share is None else ELSEWHERE
     return LoadedModel(
         name=name,
         folder=checkpoint.folder,
@@ -107,9 +115,10 @@ def _loaded(name: str, request: Request, model: Any, settler: Settler | None) ->
         end_ids=checkpoint.end_ids,
         tokenizer=tokenizer,
         chat_template=chat_template(tokenizer) if tokenizer else None,
-        requantizer=StaysOnDisk(name) if on_disk else Requantizer(model, checkpoint, computing),
+        requantizer=Stays(name, stays) if stays else Requantizer(model, checkpoint, computing),
         placement=None if settler is None else settler.placement,
         room=request.room(settler is not None),
+        here=None if share is None else share.layers,
     )
 
 
@@ -121,13 +130,20 @@ def _check_freeze(xlora: str | Path | None, freeze: int | None) -> None:
 
 
 def _built(
-    request: Request, plan: IsqPlan, settler: Settler | None, on_progress: OnProgress | None
+    request: Request,
+    plan: IsqPlan,
+    settler: Settler | None,
+    share: Share | None,
+    on_progress: OnProgress | None,
 ) -> BuiltModel:
     """The model with its weights in place, each on its device."""
     checkpoint, computing = request.subject.checkpoint, request.subject.computing
-    resident = planned_bytes(checkpoint, plan, computing)
+    read = checkpoint
+    if share is not None:
+        read, plan = share.cut(checkpoint), share.of_plan(plan)
+    resident = planned_bytes(read, plan, computing)
     kept = resident if settler is None else settler.in_memory
-    reading = Reading(checkpoint, plan, resident, kept, on_progress)
+    reading = Reading(read, plan, resident, kept, on_progress)
     built = build(
         checkpoint.spec,
         checkpoint.config,
@@ -136,6 +152,7 @@ def _built(
         partial(apply_isq, plan),
         on_read=reading.read,
         settle=None if settler is None else settler.settle,
+        is_here=everything if share is None else share.is_here,
     )
     if settler is not None:
         built.model.route = settler.route(built.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -14,9 +15,11 @@ from starquill.checkpoint.build import weight_of
 from starquill.checkpoint.hub import ModelFiles
 from starquill.checkpoint.mapped import MappedFiles
 from starquill.checkpoint.memory import available_memory
-from starquill.checkpoint.opening import open_mapped
-from starquill.checkpoint.source import Stored, TensorInfo, WeightSource
+from starquill.checkpoint.opening import Checkpoint, open_mapped
+from starquill.checkpoint.source import HeaderSource, Stored, TensorInfo, WeightSource
 from starquill.errors import CapacityError, UnsupportedError
+from starquill.isq import IsqPlan
+from starquill.models.spec import ArchSpec
 from starquill.nn.disk import ExpertCache, Extent, LayerExperts, ReadAhead, size_of
 from starquill.nn.experts import ExpertLinear, GatedExperts, PlainExperts
 from starquill.nn.linear import Embedding, Linear
@@ -24,7 +27,8 @@ from starquill.nn.route import EMBED, HEAD, Route
 from starquill.placement.devices import CPU, DISK, size_text
 from starquill.placement.plan import Placement
 from starquill.placement.sizes import Use, host
-from starquill.placing import Request, choose, free_memory, offered
+from starquill.placement.stages import StageOf
+from starquill.placing import Request, choose, free_memory, offered, read_topology_file
 from starquill.quant.weight import moved, tensors_of
 from starquill.types import RequantizeReport
 
@@ -44,9 +48,8 @@ class Settler:
         mapped: tuple[WeightSource, MappedFiles] | None,
     ) -> None:
         self.placement, self._request, self.mapped = placement, request, mapped
-        spec = request.subject.checkpoint.spec
-        self._spec = spec
-        self._layer = re.compile(re.escape(spec.layer_prefix) + r"(\d+)\.")
+        self._spec = request.subject.checkpoint.spec
+        self._layer = _layer_pattern(self._spec)
         self._settled: dict[str, dict[str, int]] = {}
 
     @property
@@ -172,6 +175,57 @@ class Settler:
         ]
 
 
+class Share:
+    """What one of several processes has of a model: `layers`, and the first also its ends."""
+
+    def __init__(self, stage: StageOf, request: Request) -> None:
+        _check_alone(request)
+        sizes = request.sizes
+        outside = sizes.embedding + sizes.head
+        self.layers = stage.stages.layers(sizes.layers, outside)[stage.number]
+        self._layer = _layer_pattern(request.subject.checkpoint.spec)
+
+    def is_here(self, name: str) -> bool:
+        """Whether a tensor, by our name, belongs to it."""
+        match = self._layer.match(name)
+        return self.layers.start == 0 if match is None else int(match[1]) in self.layers
+
+    def cut(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The headers of what belongs to it."""
+        infos, rename = checkpoint.source.infos, checkpoint.spec.rename
+        own = {name: info for name, info in infos.items() if self.is_here(rename(name) or name)}
+        return replace(checkpoint, source=HeaderSource(own))
+
+    def of_plan(self, plan: IsqPlan) -> IsqPlan:
+        """The part of a plan that is about it."""
+        own = {name: scheme for name, scheme in plan.schemes.items() if self.is_here(name)}
+        return replace(plan, schemes=own)
+
+
+def _layer_pattern(spec: ArchSpec) -> re.Pattern[str]:
+    return re.compile(re.escape(spec.layer_prefix) + r"(\d+)\.")
+
+
+def _check_alone(request: Request) -> None:
+    """Refuse, all at once, what does not go with stages."""
+    options, quant = request.options, request.subject.quant
+    topology = options.topology
+    layers = request.subject.checkpoint.config.num_hidden_layers
+    refused = {
+        "a device map": options.device_map is not None,
+        "a limit of memory": options.max_memory is not None,
+        "devices in a topology": topology is not None
+        and bool(read_topology_file(topology, layers).devices),
+        "calibration": quant is not None and quant.calibrate is not None,
+        "distillation": quant is not None and quant.distill is not None,
+    }
+    if found := [what for what, asked in refused.items() if asked]:
+        raise UnsupportedError(
+            f"{' and '.join(found)} cannot be had with stages: each is in its process' memory, and "
+            "none sees the whole model; leave it away, or write the model with `starquill quantize`"
+        )
+
+
 def settler_for(files: ModelFiles, request: Request) -> Settler | None:
     """What puts a model on its devices; None for the CPU's memory alone."""
     placement = choose(request)
@@ -200,19 +254,21 @@ class _Sources:
             self._settler.ran_out(ours, error)
 
 
-class StaysOnDisk:
-    """In place of a requantizer: a model that is read from its files has nothing to change."""
+class Stays:
+    """In place of a requantizer: a model whose weights cannot be changed as it runs, and `why`."""
 
     times = 0
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, why: str) -> None:
+        self._name, self._why = name, why
 
     def __call__(self, quant: object) -> RequantizeReport:  # noqa: ARG002
         raise UnsupportedError(
-            f"{self._name} has layers on disk, which stay as they are stored; write it anew with "
-            "`starquill quantize`"
+            f"{self._name} has layers {self._why}; write it anew with `starquill quantize`"
         )
+
+
+ON_DISK, ELSEWHERE = "on disk, which stay as they are stored", "in other processes"
 
 
 def _told(part: int | str) -> str:

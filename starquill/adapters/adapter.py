@@ -18,6 +18,7 @@ from starquill.errors import AdapterError, CheckpointError, UnsupportedError, li
 from starquill.kernels.native import is_finite
 from starquill.models.spec import ArchSpec
 from starquill.nn.linear import Embedding, Linear
+from starquill.quant.weight import tensors_of
 
 CONFIG, PEFT_FILE, MLX_FILE = (
     "adapter_config.json",
@@ -78,6 +79,24 @@ class Adapter:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
+class AwayLayers(Protocol):
+    """Layers of a model that another process has, and their adapters."""
+
+    @property
+    def layers(self) -> range: ...
+
+    def fill(self, slot: int, parts: Mapping[str, AdapterPart]) -> None:
+        """Put `parts`, those of these layers by path, into a slot that nobody uses yet.
+
+        Raises AdapterError for what does not fit, and StageLostError.
+        """
+        ...
+
+    def empty(self, slot: int) -> None:
+        """Take away what a slot has, if anything. Raises StageLostError."""
+        ...
+
+
 class Base(Protocol):
     """A loaded model."""
 
@@ -121,6 +140,10 @@ class BaseModules:
             if name.rpartition(".")[0] not in modules
         }
         return cls(base.name, base.spec, modules, others, base.dtype)
+
+    def is_here(self, path: str) -> bool:
+        """Whether this process has the module's weight; of others it knows the shape."""
+        return not next(tensors_of(self.modules[path].weight)).is_meta
 
     @property
     def tied(self) -> bool:
@@ -258,6 +281,8 @@ def check_others(name: str, tensor: Tensor, base: BaseModules, problems: Problem
     own = base.others[name]
     if own.shape != tensor.shape:
         problems.add(f"{name} is {list(tensor.shape)} (expected {list(own.shape)})")
+    elif own.is_meta:
+        problems.unsupported.append(f"{name}, which is in another process and cannot be compared")
     elif not torch.allclose(tensor.float(), own.float(), rtol=2**-8, atol=1e-6):
         problems.unsupported.append(f"another {name}: what a norm does cannot be adapted")
 
@@ -266,6 +291,8 @@ def check_base_weight(path: str, part: AdapterPart, base: BaseModules, problems:
     """A copy of the base's weight that came along must be the model's, but for its rounding."""
     if part.base_weight is None or part.base_weight.shape != base.modules[path].weight.shape:
         return
+    if not base.is_here(path):
+        return  # who has it compares it
     own = weight_of(nn.ModuleDict({"it": base.modules[path]}), "it")
     dense = own.scheme in ("float32", "float16", "bfloat16")
     off = torch.linalg.norm(own.dequantize().float() - part.base_weight.float())

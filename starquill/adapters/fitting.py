@@ -18,11 +18,14 @@ _BAND = 1024  # rows of a weight that are written out at once
 def fit(adapter: Adapter, base: BaseModules) -> dict[str, LoraPart | RowsPart]:
     """The part of every module that the adapter changes.
 
-    DoRA's norms are taken here, of the weights as they are now.
+    DoRA's norms are taken here, of the weights as they are now. Modules that are in another process
+    are left out.
     """
     fitted: dict[str, LoraPart | RowsPart] = {}
     for path, part in adapter.parts.items():
         module = base.modules[path]
+        if not base.is_here(path):
+            continue
         if isinstance(module, Embedding):
             rows = _fit_rows(path, part, module, base.dtype)
             if rows is not None:

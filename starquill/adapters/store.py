@@ -6,6 +6,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -13,14 +14,13 @@ from types import TracebackType
 
 import torch
 
-from starquill.adapters.adapter import Adapter, Base, BaseModules
+from starquill.adapters.adapter import Adapter, AwayLayers, Base, BaseModules
+from starquill.adapters.banks import empty_banks, fill_banks
 from starquill.adapters.fitting import fit
 from starquill.adapters.opening import open_adapter, weight_bytes
 from starquill.checkpoint.hub import locate_adapter
-from starquill.errors import BadRequestError, CapacityError, listing
-from starquill.nn.linear import Embedding
-from starquill.nn.lora import AdapterMix, LoraBank, LoraPart, RowsBank, RowsPart
-from starquill.quant.weight import moved, tensors_of
+from starquill.errors import BadRequestError, CapacityError, StageLostError, listing
+from starquill.nn.lora import AdapterMix
 
 log = logging.getLogger("starquill")
 _MIXES_KEPT = 64
@@ -53,7 +53,9 @@ class AdapterInfo:
 class _Resident:
     alias: str
     folder: Path
-    adapter: Adapter
+    form: str
+    rank: int
+    nbytes: int
     slot: int
     generation: int
     leases: int = 0
@@ -97,8 +99,16 @@ class AdapterStore:
     bank's parts are replaced as a whole.
     """
 
-    def __init__(self, base: Base, limits: AdapterLimits | None = None) -> None:
+    def __init__(
+        self,
+        base: Base,
+        limits: AdapterLimits | None = None,
+        away: Sequence[AwayLayers] = (),
+    ) -> None:
+        """`away` have the layers of `base` that are not in this process."""
         self._base = base
+        self._away = away
+        self._filling: set[int] = set()  # slots whose adapter is not there for anybody yet
         self.limits = limits or AdapterLimits()
         self._lock = Lock()
         self._by_alias: dict[str, _Resident] = {}
@@ -124,16 +134,27 @@ class AdapterStore:
         for warning in adapter.warnings:
             log.warning("adapter %s (%s): %s", alias, folder, warning)
         with self._lock:
-            self._make_room(alias, adapter)
-            self._clock += 1
             slot = self._free_slot()
-            resident = _Resident(alias, folder, adapter, slot, self._clock)
-            resident.last_used = self._clock
-            self._fill(base, slot, parts)
-            if (old := self._by_alias.pop(alias, None)) is not None:
-                self._leave(old)
-            self._by_alias[alias] = resident
-            return _info(resident)
+            self._filling.add(slot)
+        try:
+            self._fill_away(base, slot, adapter)
+            with self._lock:
+                self._make_room(alias, adapter)
+                self._clock += 1
+                resident = _Resident(
+                    alias, folder, adapter.form, adapter.rank, adapter.nbytes, slot, self._clock
+                )
+                resident.last_used = self._clock
+                fill_banks(base, slot, parts)
+                if (old := self._by_alias.pop(alias, None)) is not None:
+                    self._leave(old)
+                self._by_alias[alias] = resident
+                return _info(resident)
+        except BaseException:
+            self._empty_away(slot)
+            raise
+        finally:
+            self._filling.discard(slot)
 
     def unload(self, alias: str) -> None:
         """Take an alias away. Requests that use it go on."""
@@ -207,7 +228,7 @@ class AdapterStore:
 
         def fits() -> bool:
             left = [r for r in staying if r not in evicted]
-            nbytes = sum(r.adapter.nbytes for r in left) + adapter.nbytes
+            nbytes = sum(r.nbytes for r in left) + adapter.nbytes
             return len(left) < limits.count and nbytes <= limits.bytes
 
         while not fits():
@@ -223,36 +244,26 @@ class AdapterStore:
             self._leave(self._by_alias.pop(resident.alias))
 
     def _free_slot(self) -> int:
-        taken = {r.slot for r in (*self._by_alias.values(), *self._leaving)}
+        taken = {r.slot for r in (*self._by_alias.values(), *self._leaving)} | self._filling
         return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
-    def _fill(self, base: BaseModules, slot: int, parts: Mapping[str, LoraPart | RowsPart]) -> None:
-        numbers = {path: number for number, path in enumerate(base.modules)}
-        for path, part in parts.items():
-            module = base.modules[path]
-            device = next(tensors_of(module.weight)).device
-            if device.type != "cpu":  # adapters are where what they act on is
-                part = moved(part, str(device))
-            if isinstance(module, Embedding):
-                assert isinstance(part, RowsPart)
-                rows = module.lora or RowsBank(numbers[path])
-                rows.parts = {**rows.parts, slot: part}
-                module.lora = rows
-            else:
-                assert isinstance(part, LoraPart)
-                bank = module.lora or LoraBank(numbers[path])
-                bank.parts = {**bank.parts, slot: part}
-                module.lora = bank
+    def _fill_away(self, base: BaseModules, slot: int, adapter: Adapter) -> None:
+        for away in self._away:
+            own = {p: part for p, part in adapter.parts.items() if base.layer_of(p) in away.layers}
+            away.fill(slot, own)
+
+    def _empty_away(self, slot: int) -> None:
+        for away in self._away:
+            with suppress(StageLostError):  # there is nothing left to take away from
+                away.empty(slot)
 
     def _leave(self, resident: _Resident) -> None:
         if resident.leases:
             self._leaving.append(resident)
             return
         self._mixes.clear()  # they keep alive what they were prepared for
-        for module in BaseModules.of(self._base).modules.values():
-            if module.lora is not None and resident.slot in module.lora.parts:
-                kept = {s: p for s, p in module.lora.parts.items() if s != resident.slot}
-                module.lora.parts = kept  # type: ignore[assignment]
+        empty_banks(BaseModules.of(self._base), resident.slot)
+        self._empty_away(resident.slot)
 
     def _release(self, lease: Lease) -> None:
         with self._lock:
@@ -281,9 +292,9 @@ def _info(resident: _Resident) -> AdapterInfo:
     return AdapterInfo(
         alias=resident.alias,
         folder=resident.folder,
-        form=resident.adapter.form,
-        rank=resident.adapter.rank,
-        nbytes=resident.adapter.nbytes,
+        form=resident.form,
+        rank=resident.rank,
+        nbytes=resident.nbytes,
         generation=resident.generation,
         leases=resident.leases,
     )

@@ -27,6 +27,7 @@ from starquill.adapters.adapter import (
     read_config,
     read_tensors,
 )
+from starquill.adapters.banks import fill_banks
 from starquill.adapters.fitting import fit
 from starquill.adapters.opening import open_adapter
 from starquill.adapters.peft_config import read_peft_config
@@ -42,7 +43,7 @@ from starquill.checkpoint.source import read_header
 from starquill.errors import AdapterError, StarquillError, listing
 from starquill.kernels.native import is_finite
 from starquill.nn.linear import Linear
-from starquill.nn.lora import AdapterMix, LoraBank, LoraPart
+from starquill.nn.lora import AdapterMix
 from starquill.quant.weight import DenseWeight
 
 log = logging.getLogger("starquill")
@@ -337,14 +338,7 @@ def _warn_of_base(found: XLoraFolder, base: BaseModules) -> None:
 def _fill(base: BaseModules, adapters: Sequence[Adapter]) -> tuple[int, ...]:
     """Into slots below 0: those of the `AdapterStore` are not."""
     fitted = [fit(adapter, base) for adapter in adapters]
-    numbers = {path: number for number, path in enumerate(base.modules)}
     slots = tuple(-1 - place for place in range(len(adapters)))
     for slot, parts in zip(slots, fitted, strict=True):
-        for path, part in parts.items():
-            module = base.modules[path]
-            assert isinstance(module, Linear)
-            assert isinstance(part, LoraPart)
-            bank = module.lora or LoraBank(numbers[path])
-            bank.parts = {**bank.parts, slot: part}
-            module.lora = bank
+        fill_banks(base, slot, parts)
     return slots

@@ -32,11 +32,17 @@ _HOLDERS = Linear | Embedding | ExpertLinear  # what has a `Weight`
 
 Prepare = Callable[[str, Stored], Stored]
 Settle = Callable[[nn.Module, str], None]
+IsHere = Callable[[str], bool]
 
 
 def as_read(_: str, value: Stored) -> Stored:
     """The `prepare` that changes nothing."""
     return value
+
+
+def everything(_: str) -> bool:
+    """The `is_here` of a model that this process has whole."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -72,35 +78,37 @@ def build(
     *,
     on_read: Callable[[str], None] | None = None,
     settle: Settle | None = None,
+    is_here: IsHere = everything,
 ) -> BuiltModel:
     """Build the model of `config` and fill it from `source`.
 
     `prepare` may quantize a tensor on its way: it gets our name and what was read; `settle` puts
-    it on its device; `on_read` is told each name. Norm parameters are float32 whatever
-    `computing` says. Raises CheckpointError with every missing, unexpected and misshapen tensor
-    at once, before any weight is read.
+    it on its device; `on_read` is told each name. What is not `is_here` by our name stays a shape
+    without memory. Norm parameters are float32 whatever `computing` says. Raises CheckpointError
+    with every missing, unexpected and misshapen tensor at once, before any weight is read.
     """
     model = spec.Model(config)
-    fit = compare(spec, model, source.infos)
+    fit = compare(spec, model, source.infos, is_here)
     fit.check()
     names = fit.names
     head, embedding = f"{spec.head}.weight", f"{spec.embedding}.weight"
-    warnings = list(_head_warnings(config, head in names, head))
+    warnings = list(_head_warnings(config, head in names, head)) if is_here(head) else []
     for ours, theirs in names.items():
         assign(model, ours, prepare(ours, source.read(theirs)), computing)
         if settle is not None:
             settle(model, ours)
         if on_read is not None:
             on_read(ours)
-    own_head = head in names and not _same_tensor(model, spec)
-    if own_head and config.tie_word_embeddings is not False:
+    stored = head in renamed(spec, source.infos)
+    own_head = stored and not (is_here(head) and _same_tensor(model, spec))
+    if own_head and is_here(head) and config.tie_word_embeddings is not False:
         said = "is true" if config.tie_word_embeddings else "is not in config.json"
         warnings.append(
             f"tie_word_embeddings {said}, but {head} differs from {embedding}: using {head}"
         )
     if not own_head:
         tie(model, spec)
-    _check_nothing_on_meta(model)
+    _check_nothing_on_meta(model, is_here)
     return BuiltModel(model.eval(), tuple(warnings))
 
 
@@ -121,11 +129,18 @@ class Fit:
             raise CheckpointError(f"the weights do not fit config.json: {self.problems}")
 
 
-def compare(spec: ArchSpec, model: nn.Module, found: Mapping[str, TensorInfo]) -> Fit:
-    """Hold the tensors that were `found` against those that `model` is made of."""
+def compare(
+    spec: ArchSpec,
+    model: nn.Module,
+    found: Mapping[str, TensorInfo],
+    is_here: IsHere = everything,
+) -> Fit:
+    """Hold the tensors that were `found` against those that `model` is made of; those here."""
     expected, names = expected_tensors(model), renamed(spec, found)
     if f"{spec.head}.weight" not in names:
         del expected[f"{spec.head}.weight"]
+    expected = {name: shape for name, shape in expected.items() if is_here(name)}
+    names = {ours: theirs for ours, theirs in names.items() if is_here(ours)}
     return Fit(expected, names, _problems(_one_by_one(expected, names), names, found))
 
 
@@ -279,8 +294,10 @@ def weight_of(model: nn.Module, path: str) -> Weight:
     return module.weight
 
 
-def _check_nothing_on_meta(model: nn.Module) -> None:
+def _check_nothing_on_meta(model: nn.Module, is_here: IsHere) -> None:
     for path, module in model.named_modules():
+        if not is_here(f"{path}."):
+            continue
         for name, tensor in module.named_parameters(recurse=False):
             assert not tensor.is_meta, f"{path}.{name} was never loaded"
         for name, tensor in module.named_buffers(recurse=False):

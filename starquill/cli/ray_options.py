@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from starquill.errors import BadRequestError
+from starquill.placement.stages import Stages, read_stages
 
 if TYPE_CHECKING:
     from starquill.server.on_ray import ClusterOptions
@@ -83,3 +85,37 @@ class RayOptions:
                 f"--autoscale is {self.autoscale!r} (expected MIN-MAX, as 1-4, MIN 1 or more)"
             )
         return least, most
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """What a cluster makes possible besides replicas."""
+
+    stages: Annotated[
+        str | None,
+        _option(
+            "Split the model's layers among so many processes, or as 0-11,12-29.",
+            metavar="N|LAYERS",
+        ),
+    ] = None
+    models: Annotated[
+        Path | None,
+        _option("Serve several models, each with options of its own, from a YAML file."),
+    ] = None
+
+    def check(self, ray: RayOptions) -> None:
+        """Refuse what makes no sense, before a model is loaded."""
+        if not ray.ray and (self.stages is not None or self.models is not None):
+            raise BadRequestError("--stages and --models need --ray")
+
+
+def stages_of(stages: str | None, ray: RayOptions) -> Stages | None:
+    """The stages of each replica; None for one, which has the whole model."""
+    found = None if stages is None else read_stages(stages)
+    if found is None or found.count == 1:
+        return None
+    if ray.replica_gpus:
+        raise BadRequestError("--replica-gpus cannot be had with --stages, which compute on CPUs")
+    if ray.replica_cpus == 0:
+        raise BadRequestError("--replica-cpus is 0 (expected more than 0 with --stages)")
+    return found

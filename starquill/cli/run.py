@@ -18,6 +18,7 @@ from starquill.engine.generation import Generation
 from starquill.engine.loaded import LoadedModel
 from starquill.errors import printable
 from starquill.loading import load
+from starquill.placement.stages import StageOf
 from starquill.types import Delta, GenerateRequest, GenerationStats
 
 INTERRUPTED = 130
@@ -48,7 +49,10 @@ class Outcome:
 
 
 def load_model(
-    options: ModelOptions, quantize: QuantizeOptions, xlora: XLoraOptions = XLoraOptions()
+    options: ModelOptions,
+    quantize: QuantizeOptions,
+    xlora: XLoraOptions = XLoraOptions(),
+    stage: StageOf | None = None,
 ) -> LoadedModel:
     with reading_bar("loading" if quantize.quant is None else "quantizing") as show:
         return load(
@@ -65,6 +69,7 @@ def load_model(
             max_seq_len=options.max_seq_len,
             max_batch_size=options.max_batch_size,
             topology=quantize.topology,
+            stage=stage,
             on_progress=show,
         )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from starquill.cli.options import ModelOptions, QuantizeOptions, XLoraOptions, expand_options
-from starquill.cli.ray_options import RayOptions
+from starquill.cli.ray_options import RayOptions, SplitOptions
 from starquill.errors import BadRequestError, StarquillError, printable
 from starquill.types import EngineOptions, GenerateRequest, SamplingParams
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from starquill.adapters.store import AdapterLimits
     from starquill.engine.engine import Engine
+    from starquill.engine.loaded import LoadedModel
     from starquill.server.options import ServerOptions
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -190,12 +191,14 @@ def serve(
     quantize: QuantizeOptions = QuantizeOptions(),
     xlora: XLoraOptions = XLoraOptions(),
     ray: RayOptions = RayOptions(),
+    split: SplitOptions = SplitOptions(),
 ) -> int:
     """Serve a model over HTTP, with OpenAI's routes; ends with Ctrl-C."""
     listen.check()
     xlora.check()
     # Mistakes are told before a model is loaded.
     work.chosen(), listen.key(), lora.chosen()
+    split.check(ray)
     if which is not None:
         if model.model not in (ModelOptions().model, which):
             raise BadRequestError(f"two models are named, {which} and {model.model}; name one")
@@ -206,9 +209,10 @@ def serve(
         is_local = ip_address(early.getsockname()[0]).is_loopback
     hosts = (listen.host,) if is_local else None
     if cluster is not None:
-        from starquill.cli.serve_ray import serve_on_ray
+        from starquill.cli.serve_ray import Serving, serve_on_ray, servings
 
-        return serve_on_ray(listen, work, loading, cluster, hosts)
+        asked = Serving(listen, work, loading, ray, split.stages)
+        return serve_on_ray(listen, servings(split.models, asked, which), cluster, hosts)
     return _run(*prepared(listen, work, loading, hosts), listen)
 
 
@@ -233,13 +237,18 @@ def prepared(
     work: WorkOptions,
     loading: LoadingOptions,
     hosts: tuple[str, ...] | None = None,
+    loaded: LoadedModel | None = None,
 ) -> tuple[Engine, ServerOptions]:
-    """An engine that has shown that it works, and what its application is told."""
+    """An engine that has shown that it works, and what its application is told.
+
+    `loaded` is the model, if it is there already.
+    """
     from starquill.cli.run import load_model
     from starquill.engine.engine import Engine
     from starquill.server.options import ServerOptions
 
-    loaded = load_model(loading.model, loading.quantize, loading.xlora)
+    if loaded is None:
+        loaded = load_model(loading.model, loading.quantize, loading.xlora)
     loaded.adapters.limits = loading.lora.limits()
     engine = Engine(loaded, work.chosen())
     warm_up(engine)

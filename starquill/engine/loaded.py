@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from starquill.adapters.adapter import AwayLayers
 from starquill.adapters.store import AdapterStore
 from starquill.adapters.xlora import XLora
 from starquill.checkpoint.tokenizer import FimTokens, Tokenizer
@@ -17,6 +18,7 @@ from starquill.engine.grammar import GrammarVocabulary
 from starquill.engine.healing import HealingVocabulary
 from starquill.errors import UnsupportedError
 from starquill.models.spec import ArchSpec, ModelConfig
+from starquill.nn.stages import ForwardStage
 from starquill.placement.plan import Placement
 from starquill.placement.sizes import host
 from starquill.types import RequantizeReport
@@ -30,6 +32,23 @@ class Requantizing(Protocol):
     def __call__(self, quant: Any) -> RequantizeReport: ...
 
 
+class Stage(ForwardStage, AwayLayers, Protocol):
+    """Layers of a model that another process has: their weights, adapters and caches."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still answer; it never waits."""
+        ...
+
+    def most_blocks(self) -> int | None:
+        """Blocks of a cache that its memory has room for; None if it is not known."""
+        ...
+
+    def open(self, blocks: int) -> int:
+        """Make a cache of so many blocks in place of the one before; what steps call it."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """What `starquill.load` returns.
@@ -38,7 +57,8 @@ class LoadedModel:
     `end_ids` are the tokens that end any text. `tokenizer` is None for a checkpoint without
     one; such a model runs on token ids alone. `xlora` acts on every request. `placement` is the
     plan that it was loaded by, None where all is in the CPU's memory; `room` is how long a sequence
-    may get and how many there may be at once, where that was planned for.
+    may get and how many there may be at once, where that was planned for. `here` are the layers
+    that were loaded, None for all; `stages` have those that come behind them.
     """
 
     name: str
@@ -55,10 +75,20 @@ class LoadedModel:
     xlora: XLora | None = None
     placement: Placement | None = None
     room: tuple[int | None, int | None] = (None, None)
+    here: range | None = None
+    stages: tuple[Stage, ...] = ()
+
+    @property
+    def layers(self) -> range:
+        """The layers whose weights this process has."""
+        return range(self.config.num_hidden_layers) if self.here is None else self.here
 
     @property
     def cache_devices(self) -> tuple[str, ...] | None:
         """Where the caches of the layers belong; None for the CPU."""
+        if self.here is not None:
+            count = self.config.num_hidden_layers
+            return tuple("cpu" if number in self.here else "meta" for number in range(count))
         if self.placement is None:
             return None
         return tuple(host(layer.device) for layer in self.placement.layers)
@@ -82,7 +112,7 @@ class LoadedModel:
     @cached_property
     def adapters(self) -> AdapterStore:
         """Adapters by alias: `load`, `unload`, `list`."""
-        return AdapterStore(self)
+        return AdapterStore(self, away=self.stages)
 
     @cached_property
     def healing(self) -> HealingVocabulary:

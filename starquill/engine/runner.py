@@ -12,7 +12,7 @@ from starquill.engine.loaded import LoadedModel
 from starquill.errors import NumericsError
 from starquill.kernels.native import is_finite
 from starquill.models.spec import StepBatch
-from starquill.nn.cache import KvCache, Place
+from starquill.nn.cache import Follower, KvCache, Place
 from starquill.nn.lora import AdapterMix
 
 PREFILL_CHUNK = 512
@@ -33,7 +33,8 @@ class Runner:
         self.loaded = loaded
         self.prefill_chunk = prefill_chunk
         shape, devices = loaded.config.cache_shape(), loaded.cache_devices
-        self.cache = KvCache(shape, loaded.dtype, blocks, devices=devices)
+        followers = [Follower(stage.open(blocks)) for stage in loaded.stages]
+        self.cache = KvCache(shape, loaded.dtype, blocks, devices=devices, followers=followers)
 
     @torch.inference_mode()
     def advance(self, place: Place, ids: Sequence[int], mix: AdapterMix | None = None) -> Tensor:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from starquill.checkpoint.memory import available_memory
 from starquill.engine.blocks import BlockPool
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.lookup import PromptLookup, StepCost
@@ -19,6 +18,7 @@ from starquill.engine.sampling import logprobs
 from starquill.engine.scheduler import Scheduler
 from starquill.engine.seat import Seat
 from starquill.engine.sequence import check_request
+from starquill.engine.stages import blocks_with_room
 from starquill.engine.xlora import ScalingPass, Scalings, last_token
 from starquill.errors import BadRequestError, CapacityError
 from starquill.kernels.native import is_finite
@@ -26,7 +26,6 @@ from starquill.nn.lora import AdapterMix
 from starquill.types import Delta, EngineOptions, EngineStats, GenerateRequest
 
 log = logging.getLogger("starquill")
-_SHARE_OF_FREE = 4  # caches take at most one part in this many of the free memory
 
 
 def check_options(options: EngineOptions) -> None:
@@ -90,10 +89,8 @@ class Stepper:
                 )
             return count
         wanted = self._options.slots * one
-        free = available_memory()
-        if free is None:
-            return wanted
-        return max(one, min(wanted, free // _SHARE_OF_FREE // bytes_each))
+        rooms = [blocks_with_room(self._loaded), *(s.most_blocks() for s in self._loaded.stages)]
+        return max(one, min([wanted, *(room for room in rooms if room is not None)]))
 
     def checked(self, request: GenerateRequest, deliver: Deliver) -> Running:
         """`request` ready to be scheduled; raises what `check_request` does."""

@@ -20,6 +20,7 @@ from starquill.nn.norm import LayerNorm, RMSNorm
 from starquill.nn.residual import residual
 from starquill.nn.rope import RopeConfig, rope_table
 from starquill.nn.route import ONE_DEVICE, OneDevice, Route
+from starquill.nn.stages import StagedRoute
 
 Norm = type[LayerNorm] | type[RMSNorm]
 
@@ -95,7 +96,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head. `attention` and `mlp` make those of a layer by its number."""
 
-    route: Route | OneDevice = ONE_DEVICE
+    route: Route | OneDevice | StagedRoute = ONE_DEVICE
 
     def __init__(
         self, config: C, norm: Norm, attention: Make[C], mlp: Make[C], *, head_bias: bool = False
@@ -123,7 +124,7 @@ class CausalLM(nn.Module):
         """Final hidden states `[B, T, D]`; writes the cache, does not advance its lengths."""
         x = self.embed(batch.ids, batch.mix)
         x = self.route.through(self.model.layers, x, partial(self.step, batch))
-        return self.finish(x)
+        return self.finish(self.route.beyond(x, batch))
 
     def logits(self, hidden: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[..., D] -> [..., V]` float32."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from starquill.nn.cache import CacheShape, KvCache, Place
 from starquill.nn.lora import AdapterMix
 from starquill.nn.route import OneDevice, Route
+from starquill.nn.stages import StagedRoute
 
 
 class ModelConfig(Protocol):
@@ -77,10 +78,11 @@ class ModelParts(Protocol):
     """A model to be run whole (`hidden`), or a layer at a time where it does not fit at once.
 
     `hidden` is `embed`, then `layer(x, step(batch))` for every layer, then `finish`. A layer
-    touches no layer of the cache but its own. `route` says where `hidden` finds its parts.
+    touches no layer of the cache but its own. `route` says where `hidden` finds its parts, some of
+    them perhaps in another process.
     """
 
-    route: Route | OneDevice
+    route: Route | OneDevice | StagedRoute
 
     def embed(self, ids: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[B, T] -> [B, T, D]`: what enters the first layer."""

@@ -65,6 +65,20 @@ class Place:
             )
 
 
+Copy = tuple[int, int, int]  # from a block to another, so many tokens; the rest is cleared
+
+
+@dataclass(eq=False)
+class Follower:
+    """The same blocks in another process, for layers that are there. It calls its cache `key`.
+
+    `copies` are those that it is not told of yet; they go with the next step.
+    """
+
+    key: int
+    copies: list[Copy] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class CacheStep:
     """Where the new tokens of a step go, and what its queries may see.
@@ -106,15 +120,17 @@ class KvCache:
         *,
         shared: bool = False,
         devices: Sequence[str] | None = None,
+        followers: Sequence[Follower] = (),
     ) -> None:
         """Room for `blocks` besides the empty one.
 
         With `shared` the memory of one layer serves whichever runs, one after the other.
-        `devices` are where the layers are; None for the CPU.
+        `devices` are where the layers are; None for the CPU, and `meta` for what `followers` have.
         """
         self.shape = replace(shape, layers=1) if shared else shape
         self.dtype = dtype
         self.blocks = blocks + 1
+        self.followers = followers
         self._shared = shared
         self._taken = 0
         size = (self.blocks, shape.kv_heads, BLOCK, shape.head_dim)
@@ -140,12 +156,18 @@ class KvCache:
         """Zeros, because what is masked out must be finite: 0 times NaN would be seen."""
         for tensor in (*self._keys, *self._values):
             tensor[block] = 0
+        self._tell((0, block, 0))
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` of a block; the rest of `target` is cleared."""
         for tensor in (*self._keys, *self._values):
             tensor[target, :, :tokens] = tensor[source, :, :tokens]
             tensor[target, :, tokens:] = 0
+        self._tell((source, target, tokens))
+
+    def _tell(self, copy: Copy) -> None:
+        for follower in self.followers:
+            follower.copies.append(copy)
 
     def plan(self, tables: Tensor, positions: Tensor, layer: int = 0) -> CacheStep:
         """Plan a step of `positions` `[B, T]`, consecutive in each row, over `tables` `[B, W]`.

@@ -7,16 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from starquill.nn.attention import AttentionStep
+from starquill.nn.cache import KvCache
 from starquill.nn.disk import ReadAhead
+from starquill.nn.lora import AdapterMix
 
 EMBED, HEAD = "embed", "head"
 # What all layers on the device of a layer share.
 MakeStep = Callable[[int], AttentionStep]
 Move = Callable[[Tensor, str], Tensor]
+
+
+class Rows(Protocol):
+    """The rows of a step, whatever layer they are in; as in `models.spec.StepBatch`."""
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def tables(self) -> Tensor: ...
+
+    @property
+    def spans(self) -> Tensor: ...
+
+    @property
+    def cache(self) -> KvCache: ...
+
+    @property
+    def mix(self) -> AdapterMix | None: ...
 
 
 def _to(tensor: Tensor, device: str) -> Tensor:
@@ -52,6 +74,10 @@ class Route:
             x = layer(x, steps[device])
         return x if here == self.head else self.move(x, self.head)
 
+    def beyond(self, x: Tensor, _: Rows) -> Tensor:
+        """No layer is in another process."""
+        return x
+
     def _on(self, device: str, step: AttentionStep) -> AttentionStep:
         """The cache has planned for its layers' device already."""
         if device == "cpu":
@@ -76,6 +102,9 @@ class OneDevice:
         step = make_step(0)
         for layer in layers:
             x = layer(x, step)
+        return x
+
+    def beyond(self, x: Tensor, _: Rows) -> Tensor:
         return x
 
     def to_embedding(self, ids: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from starquill.errors import (
     BusyError,
     CapacityError,
     NumericsError,
+    StageLostError,
     UnsupportedError,
     printable,
 )
@@ -65,7 +66,7 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case BusyError():
+        case BusyError() | StageLostError():
             return ApiError(503, str(error))
         case BadRequestError() | CapacityError() | UnsupportedError():
             return ApiError(400, str(error))

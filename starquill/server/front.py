@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -57,13 +57,16 @@ class FrontMetrics:
 
 
 class Front:
-    """An ASGI application before replicas. `lost` are errors after which another may answer."""
+    """An ASGI application before replicas. `lost` are errors after which another may answer.
+
+    `replicas` tells how many run of each model.
+    """
 
     def __init__(
         self,
         forward: Forward,
         lost: tuple[type[Exception], ...],
-        replicas: Callable[[], int],
+        replicas: Callable[[], Mapping[str, int]],
         metrics: FrontMetrics,
     ) -> None:
         self._forward = forward
@@ -86,10 +89,13 @@ class Front:
             text = generate_latest(self._metrics.registry)
             return Response(text, media_type=CONTENT_TYPE_LATEST)
         if path == "/health":
-            count = await asyncio.to_thread(self._replicas)
-            if not count:
-                return ApiError(503, "no replica runs now; others are being started").response()
-            return JSONResponse({"status": "ok", "replicas": count})
+            counts = await asyncio.to_thread(self._replicas)
+            if absent := [model for model, count in counts.items() if not count]:
+                whose = f" of {', '.join(absent)}" if len(counts) > 1 else ""
+                told = f"no replica{whose} runs now; others are being started"
+                return ApiError(503, told).response()
+            models = {"models": dict(counts)} if len(counts) > 1 else {}
+            return JSONResponse({"status": "ok", "replicas": sum(counts.values()), **models})
         return None
 
     async def _pass_on(self, call: Call, send: Send) -> None:

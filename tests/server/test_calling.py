@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import NoReturn
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -69,7 +70,11 @@ def test_a_replica_whose_engine_ends_says_so(
     """At the next question about its health, and to those who wait for an answer."""
     monkeypatch.setattr(calling, "LOOK_AGAIN_SECONDS", 0.01)
     options = ServerOptions(name="mine", api_key="asked at the front")
-    replica = Replica(lambda: (engine, options))
+
+    def end() -> NoReturn:
+        raise EngineEndedError("instead of this process")
+
+    replica = Replica(lambda _: (engine, options), end=end)
     long = {**BODY, "max_tokens": 2**19, "logit_bias": {"0": -100}, "stream": True}
 
     async def run() -> None:

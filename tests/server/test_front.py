@@ -52,7 +52,7 @@ def ask(
     replicas: Replicas, path: str = "/v1/completions", count: int = 1, **settings: Any
 ) -> httpx.Response:
     metrics = FrontMetrics()
-    front = Front(replicas.forward, (LostError,), lambda: count, metrics)
+    front = Front(replicas.forward, (LostError,), lambda: {"one": count}, metrics)
     options = ServerOptions(name="front", **settings)
     transport = httpx.ASGITransport(create_front(front, options, metrics))  # type: ignore[arg-type]
 
@@ -135,7 +135,7 @@ def test_a_client_that_leaves_ends_its_call() -> None:
                 ended.set()
 
         metrics = FrontMetrics()
-        front = Front(forward, (LostError,), lambda: 1, metrics)
+        front = Front(forward, (LostError,), lambda: {"one": 1}, metrics)
         app = create_front(front, ServerOptions(name="front"), metrics)
         receive = receiving([{"type": "http.request"}], begun)
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}

@@ -20,6 +20,7 @@ from starquill.engine.engine import Engine
 from starquill.loading import load
 from starquill.types import SamplingParams
 from tests import tiny
+from tests.adapters import making
 from tests.cli.test_serve import Served
 from tests.clusters import NO_RAY, processes, two_nodes
 
@@ -28,15 +29,16 @@ pytest.importorskip("ray", reason=NO_RAY)
 PATIENCE = 300
 LENGTH = 600
 TITLE = "ray::ServeReplica:starquill-"
+STAGE = "ray::StageProcess"
 
 
 @dataclass
 class Running:
-    folder: Path
     server: Served
+    client: httpx.Client  # one for all: to make one takes longer than a short answer
 
     def post(self, body: dict[str, Any]) -> httpx.Response:
-        return httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=PATIENCE)
+        return self.client.post(f"{self.server.url}/v1/completions", json=body)
 
     def count(self, series: str) -> float:
         """One of the front's figures; 0 before the first."""
@@ -58,10 +60,11 @@ def address() -> Iterator[str]:
 
 
 @contextmanager
-def served(folder: Path, address: str, *more: str) -> Iterator[Running]:
-    server = Served([str(folder), "--ray", "--ray-address", address, *more], last="cluster")
+def served(address: str, *more: str) -> Iterator[Running]:
+    server = Served(["--ray", "--ray-address", address, *more], last="cluster")
     try:
-        yield Running(folder, server)
+        with httpx.Client(timeout=PATIENCE) as client:
+            yield Running(server, client)
         code, err = server.end()
         assert code == 0, err
     finally:
@@ -69,18 +72,19 @@ def served(folder: Path, address: str, *more: str) -> Iterator[Running]:
             server.process.kill()
             server.process.communicate()
     assert not processes(TITLE), "replicas are left behind"
+    assert not processes(STAGE), "stages are left behind"
 
 
 @pytest.fixture(scope="module")
 def running(folder: Path, address: str) -> Iterator[Running]:
-    with served(folder, address, "--replicas", "2", "--slots", "4") as found:
+    with served(address, str(folder), "--replicas", "2", "--slots", "4") as found:
         yield found
 
 
 def test_more_replicas_come_when_requests_wait(folder: Path, address: str) -> None:
     """Work for one slot is kept waiting until there is a second replica."""
     with (
-        served(folder, address, "--autoscale", "1-2", "--slots", "1") as running,
+        served(address, str(folder), "--autoscale", "1-2", "--slots", "1") as running,
         ThreadPoolExecutor(8) as pool,
     ):
         assert running.server.block["replicas"].startswith("1 to 2")
@@ -105,8 +109,47 @@ def body_of(number: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_replicas_answer_as_one_engine_does(running: Running) -> None:
-    engine = Engine(load(running.folder))
+def test_several_models_one_of_them_in_stages(folder: Path, address: str, tmp_path: Path) -> None:
+    """Each answers as one process does, and a stage that is killed loses no accepted request."""
+    adapter = making.peft_folder(tmp_path / "sql", r=4)[0]
+    file = tmp_path / "models.yml"
+    file.write_text(
+        f"whole: {{model: {folder}, slots: 2}}\n"
+        f"split: {{model: {folder}, quant: 8, stages: 2, lora: [sql={adapter}]}}\n",
+        encoding="utf-8",
+    )
+    with served(address, "--models", str(file), "--replica-cpus", "0.5") as running:
+        assert running.server.block["replicas"] == "1; 1, of 2 stages each"
+        listed = httpx.get(f"{running.server.url}/v1/models", timeout=PATIENCE).json()["data"]
+        assert [item["id"] for item in listed] == ["whole", "split", "sql"]
+        assert running.post({"model": "other", "prompt": "a"}).status_code == 404
+        check_texts(running, folder, adapter)
+        expected = running.post(body_of(0, model="split")).json()["choices"][0]["text"]
+        kill_at_work(running, expected, STAGE, model="split")
+        answered = httpx.get(f"{running.server.url}/health", timeout=PATIENCE).json()
+        assert answered["models"] == {"whole": 1, "split": 1}
+
+
+def check_texts(running: Running, folder: Path, adapter: Path) -> None:
+    """Requests to all models at once get what one engine writes."""
+    loaded = load(folder, quant="8")
+    loaded.adapters.load("sql", adapter)
+    engines = {"whole": Engine(load(folder)), "split": Engine(loaded), "sql": Engine(loaded)}
+    params = SamplingParams(max_tokens=12, logit_bias={0: -100.0})
+    asked = [(name, f"def f{number}(") for number in range(4) for name in engines]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        bodies = [body_of(0, model=name, prompt=text, max_tokens=12) for name, text in asked]
+        texts = [a.json()["choices"][0]["text"] for a in pool.map(running.post, bodies)]
+    expected = [
+        engines[name].complete(text, params, adapter="sql" if name == "sql" else None)
+        for name, text in asked
+    ]
+    assert texts == expected
+    assert len(set(expected)) > len(expected) // 2
+
+
+def test_replicas_answer_as_one_engine_does(running: Running, folder: Path) -> None:
+    engine = Engine(load(folder))
     params = SamplingParams(max_tokens=12, logit_bias={0: -100.0})
     prompts = [f"def f{number}(" for number in range(6)]
     with ThreadPoolExecutor(6) as pool:
@@ -126,23 +169,26 @@ def test_killed_replicas_lose_no_accepted_request(running: Running) -> None:
     while not running.count('starquill_front_lost_calls_total{outcome="called again"}'):
         rounds += 1
         assert rounds <= 5, "no replica was killed at work"
-        kill_all(running, expected)
+        kill_at_work(running, expected, TITLE)
     assert running.count('starquill_front_lost_calls_total{outcome="stream ended"}') == rounds
     assert httpx.get(f"{running.server.url}/health", timeout=PATIENCE).status_code == 200
 
 
-def kill_all(running: Running, expected: str) -> None:
-    url, body = f"{running.server.url}/v1/completions", body_of(0, stream=True)
+def kill_at_work(running: Running, expected: str, title: str, **more: Any) -> None:
+    """Kill the processes of this title while a stream is read and others wait for answers."""
+    url, body = f"{running.server.url}/v1/completions", body_of(0, stream=True, **more)
     with (
         ThreadPoolExecutor(8) as pool,
         httpx.stream("POST", url, json=body, timeout=PATIENCE) as streamed,
     ):
         lines = streamed.iter_lines()
         first = next(lines)
-        answers = [pool.submit(running.post, body_of(0)) for _ in range(8)]
-        replicas = processes(TITLE)
-        assert replicas
-        for pid in replicas:
+        answers = [pool.submit(running.post, body_of(0, **more)) for _ in range(8)]
+        for _ in range(200):  # lines of the stream, while the others arrive
+            next(lines)
+        found = processes(title)
+        assert found
+        for pid in found:
             os.kill(pid, signal.SIGKILL)
         rest = [line for line in lines if line]
         told = [(answer.result().status_code, answer.result().json()) for answer in answers]
