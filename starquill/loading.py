@@ -64,10 +64,11 @@ def load(
     `allow_padded_vocab` accepts a model with more rows in its vocabulary than the tokenizer
     has ids. `quant` quantizes while loading, one tensor at a time: a scheme (`4`, `q3-g32`), a
     recipe (`mixed-2-6`), or `QuantOptions`. Products with quantized weights round activations
-    to int8 for each group, unless `exact`. `xlora` is the folder of an X-LoRA that acts on every
-    request; its weights stay as they are after `xlora_freeze` written tokens. `device_map`,
-    `max_memory` and devices in the file `topology` say where layers go (docs/placement.md),
-    `max_seq_len` and `max_batch_size` what must have room there; requests get no more than these.
+    to int8 for each group, unless `exact`. `xlora` is the folder or hub id of an X-LoRA that acts
+    on every request; its weights stay as they are after `xlora_freeze` written tokens.
+    `device_map`, `max_memory` and devices in the file `topology` say where layers go
+    (docs/placement.md), `max_seq_len` and `max_batch_size` what must have room there; requests get
+    no more than these.
     With `stage` only the layers of one of several processes are loaded (docs/scale-out.md), by the
     first the embedding and the head too; `engine.stages.joined` makes the whole of them.
     Raises CheckpointError, AdapterError or UnsupportedError, each naming all that is wrong, and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,20 +13,23 @@ import torch
 from torch import Tensor
 
 from starquill.adapters.adapter import BaseModules
-from starquill.adapters.fitting import fit
+from starquill.adapters.fitting import Part, fit
 from starquill.adapters.opening import open_adapter
 from starquill.checkpoint.build import build
 from starquill.checkpoint.hub import locate, locate_adapter
 from starquill.checkpoint.opening import Checkpoint, open_checkpoint
 from starquill.checkpoint.source import Stored, TensorInfo
+from starquill.checkpoint.stacked import piece_name, piece_of
 from starquill.errors import AdapterError, BadRequestError, NumericsError
 from starquill.isq import IsqPlan
 from starquill.kernels.native import is_finite
 from starquill.models.spec import ArchSpec
-from starquill.nn.linear import Linear
+from starquill.nn.experts import ExpertLinear, OneExpert
+from starquill.nn.linear import Embedding, Linear
 from starquill.nn.lora import LoraPart, RowsPart
+from starquill.nn.norm import NormPart
 from starquill.quant.affine import AffineWeight
-from starquill.quant.weight import Computing, DenseWeight
+from starquill.quant.weight import Computing, DenseWeight, Weight
 from starquill.quantizing import (
     OnProgress,
     QuantizeResult,
@@ -35,7 +39,6 @@ from starquill.quantizing import (
     write_checkpoint,
 )
 
-Part = LoraPart | RowsPart
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -115,6 +118,10 @@ class MergedSource:
     ) -> None:
         self.warnings: Sequence[str] = ()
         self._source, self._base, self._parts = checkpoint.source, base, parts
+        self._experts: dict[str, list[str]] = defaultdict(list)  # of a stack, those that change
+        for path in parts:
+            if path in base.singles and (piece := piece_of(path)):
+                self._experts[piece[0]].append(path)
         self._dtype, self._requantizes = options.dtype, options.quant is not None
         spec = checkpoint.spec
         self.unties = base.tied and any(path in parts for path in (spec.head, spec.embedding))
@@ -131,9 +138,11 @@ class MergedSource:
 
     def read(self, name: str) -> Stored:
         path, _, field = name.rpartition(".")
+        if path in self._base.norms and self._changes(path):
+            return self._norm(path, field)
         if field == "bias" and self._changes_bias(path):
             return self._bias(path)
-        if field == "weight" and (path in self._parts or name not in self._stored):
+        if field == "weight" and (self._changes(path) or name not in self._stored):
             return self._converted(path)
         value = self._source.read(self._stored[name])
         if isinstance(value, Tensor) or (isinstance(value, AffineWeight) and not self._requantizes):
@@ -144,16 +153,22 @@ class MergedSource:
         """What is written for it; a whole plan to quantize needs all of it dense."""
         path, _, field = name.rpartition(".")
         count = math.prod(info.shape)
-        if field == "bias" and self._changes_bias(path):
+        is_norm = path in self._base.norms and self._changes(path)
+        if is_norm or (field == "bias" and self._changes_bias(path)):
             return TensorInfo("F32", info.shape, count * 4)
-        if field == "weight" and (path in self._parts or name not in self._stored):
+        if field == "weight" and (self._changes(path) or name not in self._stored):
             dtype = self._dtype_of(path)
             return TensorInfo(_NAMES[dtype], info.shape, count * dtype.itemsize)
         if info.is_quantized and (self._requantizes or self._is_permuted(name)):
             return TensorInfo("F32", info.shape, count * 4)
         return info
 
+    def _changes(self, path: str) -> bool:
+        return path in self._parts or path in self._experts
+
     def _changes_bias(self, path: str) -> bool:
+        if path in self._experts:
+            return any(map(self._changes_bias, self._experts[path]))
         return any(
             isinstance(part, LoraPart)
             and (part.shift is not None or (part.whole is not None and part.whole[1] is not None))
@@ -168,8 +183,11 @@ class MergedSource:
     def _dtype_of(self, path: str) -> torch.dtype:
         if self._dtype != "auto":
             return DTYPES[self._dtype]
-        weight = self._base.modules[path].weight
+        weight = self._holder(path).weight
         return weight.data.dtype if isinstance(weight, DenseWeight) else torch.float16
+
+    def _holder(self, path: str) -> Linear | Embedding | ExpertLinear:
+        return self._base.stacks[path] if path in self._experts else self._base.modules[path]
 
     def _converted(self, path: str) -> Tensor:
         converted = self._weight(path).to(self._dtype_of(path))
@@ -182,31 +200,57 @@ class MergedSource:
 
     def _weight(self, path: str) -> Tensor:
         """In float32."""
-        module = self._base.modules[path]
-        own = module.weight.dequantize().float()
+        if path not in self._experts:
+            return self._merged(path, self._base.modules[path].weight)
+        stack = self._base.stacks[path]
+        whole = torch.empty(stack.weight.shape)
+        for expert in range(len(whole)):
+            whole[expert] = self._merged(piece_name(path, expert), OneExpert(stack, expert).weight)
+        return whole
+
+    def _merged(self, path: str, weight: Weight) -> Tensor:
+        own = weight.dequantize().float()
         merged = own.clone()
         for part, share in self._parts.get(path, ()):
             merged += share * _added(part, own)
         return merged
 
     def _bias(self, path: str) -> Tensor:
-        module = self._base.modules[path]
-        assert isinstance(module, Linear)
+        """`[out]`, of a stack `[E, out]`."""
+        module = self._holder(path)
+        assert not isinstance(module, Embedding)
         assert module.bias is not None
-        own = module.bias.data.float()
-        merged = own.clone()
+        merged = module.bias.data.float().clone()
+        if path not in self._experts:
+            return self._add_shifts(path, merged)
+        for single in self._experts[path]:
+            self._add_shifts(single, merged[self._base.singles[single].expert])
+        return merged
+
+    def _add_shifts(self, path: str, bias: Tensor) -> Tensor:
+        own = bias.clone()
         for part, share in self._parts[path]:
             assert isinstance(part, LoraPart)
             if part.whole is not None and part.whole[1] is not None:
-                merged += share * (part.whole[1].float() - own)
+                bias += share * (part.whole[1].float() - own)
             elif part.shift is not None:
-                merged += share * part.shift
+                bias += share * part.shift
+        return bias
+
+    def _norm(self, path: str, field: str) -> Tensor:
+        merged: Tensor = getattr(self._base.norms[path], field).data.float().clone()
+        for part, share in self._parts[path]:
+            added = getattr(part, field)
+            if added is not None:
+                merged += share * added
         return merged
 
     def _check_bias(self, path: str) -> None:
         """A bias has no place where the model's own module has none."""
-        module = self._base.modules[path]
-        if isinstance(module, Linear) and module.bias is None and self._changes_bias(path):
+        module = self._base.products.get(path)
+        if module is None or isinstance(module, Embedding):
+            return
+        if module.bias is None and self._changes_bias(path):
             raise AdapterError(
                 f"{path} has no bias, and an adapter adds one: it cannot be merged; pick it by "
                 "request instead"
@@ -215,6 +259,7 @@ class MergedSource:
 
 def _added(part: Part, own: Tensor) -> Tensor:
     """What a part adds to a weight `[out, in]`, or to an embedding's rows `[V, D]`."""
+    assert not isinstance(part, NormPart)
     if isinstance(part, RowsPart):
         if part.whole is not None:
             return part.whole.dequantize().float() - own

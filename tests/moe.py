@@ -110,7 +110,7 @@ class _Starcoder2Moe(nn.Module):
             weights = probabilities[0, row, best]
             weights = weights / weights.sum() if self.normalise else weights
             for expert, weight in zip(best.tolist(), weights, strict=True):
-                out[0, row] += weight * self.experts[expert](token)
+                out[0, row] += weight * self.experts[expert](token[None])[0]
         return out
 
 

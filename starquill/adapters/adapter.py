@@ -5,21 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from starquill.checkpoint.build import weight_of
 from starquill.checkpoint.files import read_json
 from starquill.checkpoint.source import SafetensorsSource, read_header
+from starquill.checkpoint.stacked import piece_name
 from starquill.errors import AdapterError, CheckpointError, UnsupportedError, listing
 from starquill.kernels.native import is_finite
 from starquill.models.spec import ArchSpec
+from starquill.nn.experts import DeltaLinear, ExpertLinear, GatedExperts, OneExpert, PlainExperts
 from starquill.nn.linear import Embedding, Linear
+from starquill.nn.norm import LayerNorm, RMSNorm
 from starquill.quant.weight import tensors_of
 
+Product = Linear | Embedding | OneExpert  # what A and B may act on
+Norm = LayerNorm | RMSNorm
 CONFIG, PEFT_FILE, MLX_FILE = (
     "adapter_config.json",
     "adapter_model.safetensors",
@@ -35,7 +40,8 @@ class AdapterPart:
 
     `a` `[R, in]`, `b` `[out, R]`; for an embedding `[R, V]` and `[D, R]`. DoRA's `magnitude` is
     `[out]`, or `[D]`. `b_bias` `[out]` is scaled as B is; `weight` and `bias` stand in for the
-    module's own. `base_weight` is a copy of the module's that came along.
+    module's own, which may be a norm's `[D]`. `base_weight` is a copy of the module's that came
+    along.
     """
 
     a: Tensor | None = None
@@ -76,7 +82,9 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         tensors = (t for part in self.parts.values() for t in part.tensors.values())
-        return sum(t.numel() * t.element_size() for t in tensors)
+        # Two stacks that are one in the file share their A.
+        own = {(t.data_ptr(), t.shape): t.numel() * t.element_size() for t in tensors}
+        return sum(own.values())
 
 
 class AwayLayers(Protocol):
@@ -117,33 +125,56 @@ class Base(Protocol):
 class BaseModules:
     """The modules of a model that adapters may act on, by path in the model's order.
 
-    `others` are the parameters that adapters cannot change: those of norms.
+    `stacks` are the experts of mixtures, of which each may have a part of its own: see `singles`.
     """
 
     name: str
     spec: ArchSpec
     modules: Mapping[str, Linear | Embedding]
-    others: Mapping[str, Tensor]
+    stacks: Mapping[str, ExpertLinear]
+    norms: Mapping[str, Norm]
     dtype: torch.dtype
 
     @classmethod
     def of(cls, base: Base) -> BaseModules:
         model: nn.Module = base.model
-        modules = {
-            path: module
-            for path, module in model.named_modules()
-            if isinstance(module, Linear | Embedding)
+        found = dict(model.named_modules())
+        for path in [p for p, m in found.items() if isinstance(m, DeltaLinear)]:
+            del found[f"{path}.base"]  # all experts share it, and no adapter is given to it
+        mixtures = {
+            f"{path}.{name}"
+            for path, module in found.items()
+            if isinstance(module, GatedExperts | PlainExperts)
+            for name, _ in module.named_children()
         }
-        others = {
-            name: value
-            for name, value in model.named_parameters()
-            if name.rpartition(".")[0] not in modules
+        return cls(
+            base.name,
+            base.spec,
+            {p: m for p, m in found.items() if isinstance(m, Linear | Embedding)},
+            {p: m for p, m in found.items() if isinstance(m, ExpertLinear) and p in mixtures},
+            {p: m for p, m in found.items() if isinstance(m, Norm)},
+            base.dtype,
+        )
+
+    @cached_property
+    def singles(self) -> Mapping[str, OneExpert]:
+        """Every expert's `Linear`s, by the path that it has where experts are stored one by one."""
+        return {
+            piece_name(path, expert): OneExpert(stack, expert)
+            for path, stack in self.stacks.items()
+            for expert in range(stack.weight.shape[0])
         }
-        return cls(base.name, base.spec, modules, others, base.dtype)
+
+    @cached_property
+    def products(self) -> Mapping[str, Product]:
+        """`modules`, and then `singles`."""
+        return {**self.modules, **self.singles}
 
     def is_here(self, path: str) -> bool:
         """Whether this process has the module's weight; of others it knows the shape."""
-        return not next(tensors_of(self.modules[path].weight)).is_meta
+        if path in self.norms:
+            return not self.norms[path].weight.is_meta
+        return not next(tensors_of(self.products[path].weight)).is_meta
 
     @property
     def tied(self) -> bool:
@@ -190,6 +221,28 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise AdapterError(str(error)) from None
 
 
+def bias_of(norm: Norm) -> Tensor | None:
+    return norm.bias if isinstance(norm, LayerNorm) else None
+
+
+def without_unchanged(
+    parts: Mapping[str, AdapterPart], base: BaseModules
+) -> dict[str, AdapterPart]:
+    """Without norms that came along as the model has them."""
+
+    def changes(path: str, part: AdapterPart) -> bool:
+        norm = base.norms.get(path)
+        if norm is None or not base.is_here(path):
+            return True
+        pairs = ((part.weight, norm.weight), (part.bias, bias_of(norm)))
+        return any(
+            new is not None and own is not None and not torch.equal(new.float(), own.data.cpu())
+            for new, own in pairs
+        )
+
+    return {path: part for path, part in parts.items() if changes(path, part)}
+
+
 class Problems:
     """What is wrong with an adapter, told all at once."""
 
@@ -221,9 +274,14 @@ def _limited(items: Sequence[str], most: int = 20) -> list[str]:
 
 def unknown_modules(paths: Sequence[str], base: BaseModules, problems: Problems) -> None:
     """Note tensors that belong to no module of the model."""
-    if experts := sorted(p for p in paths if base.spec.experts and _EXPERT.search(p)):
-        problems.unsupported.append(f"adapters on single experts ({listing(experts, 4)})")
-    if paths := [path for path in paths if path not in experts]:
+    mixture = base.spec.experts is not None
+    # A LoRA's delta of a shared MLP is no `Linear` of an expert's own.
+    if mixture and not base.stacks and (found := sorted(p for p in paths if _EXPERT.search(p))):
+        problems.unsupported.append(
+            f"adapters on single experts, which this mixture has as deltas ({listing(found, 4)})"
+        )
+        paths = [path for path in paths if path not in found]
+    if paths:
         problems.add(
             f"{base.name} has no module for {listing(sorted(paths), 8)} (its last layer is "
             f"{base.layers - 1}; in a layer it has {', '.join(_kinds(base))})"
@@ -232,12 +290,16 @@ def unknown_modules(paths: Sequence[str], base: BaseModules, problems: Problems)
 
 def _kinds(base: BaseModules) -> list[str]:
     names = {path.rpartition(".")[2]: None for path in base.modules if base.layer_of(path) == 0}
-    return list(names)
+    stacks = {path.rpartition(".")[2]: None for path in base.stacks}
+    return [*names, *(f"experts.N.{name}" for name in stacks)]
 
 
 def check_part(path: str, part: AdapterPart, base: BaseModules, problems: Problems) -> None:
     """Hold one part's tensors against each other and against the module."""
-    module = base.modules[path]
+    if path in base.norms:
+        _check_norm(path, part, base, problems)
+        return
+    module = base.products[path]
     outputs, inputs = module.weight.shape
     is_rows = isinstance(module, Embedding)
     if is_rows:
@@ -260,40 +322,53 @@ def check_part(path: str, part: AdapterPart, base: BaseModules, problems: Proble
     }
     for name, tensor in part.tensors.items():
         shape = [n for n in expected[name] if n is not None]
-        problems.require(
-            list(tensor.shape) == shape,
-            f"{path}: {_LONG.get(name, name)} is {list(tensor.shape)} (expected {shape} for "
-            f"{base.name}'s weight {list(own)})",
+        check_tensor(
+            f"{path}: {_LONG.get(name, name)}",
+            tensor,
+            (shape, f"{shape} for {base.name}'s weight {list(own)}"),
+            problems,
         )
-        if tensor.dtype not in _FLOATS:
-            problems.add(f"{path}: {name} is {tensor.dtype} (expected a 16 or 32 bit float)")
-        elif tensor.numel() and not is_finite(tensor):
-            problems.add(f"{path}: {name} has values that are not finite: the file is damaged")
-    has_bias = isinstance(module, Linear) and module.bias is not None
+    has_bias = not isinstance(module, Embedding) and module.bias is not None
+    problems.require(part.bias is None or has_bias, f"{path} has a bias, and the model's has none")
+
+
+def check_tensor(
+    what: str, tensor: Tensor, expected: tuple[Sequence[int], str], problems: Problems
+) -> None:
+    """Shape, type and values; `expected` is the shape, and how the user is told of it."""
+    shape, said = expected
+    problems.require(
+        list(tensor.shape) == list(shape), f"{what} is {list(tensor.shape)} (expected {said})"
+    )
+    if tensor.dtype not in _FLOATS:
+        problems.add(f"{what} is {tensor.dtype} (expected a 16 or 32 bit float)")
+    elif tensor.numel() and not is_finite(tensor):
+        problems.add(f"{what} has values that are not finite: the file is damaged")
+
+
+def _check_norm(path: str, part: AdapterPart, base: BaseModules, problems: Problems) -> None:
+    own = list(base.norms[path].weight.shape)
+    for name, tensor in part.tensors.items():
+        if name not in ("weight", "bias"):
+            problems.add(f"{path}, a norm, has {_LONG.get(name, name)} (expected weight or bias)")
+            continue
+        check_tensor(f"{path}.{name}", tensor, (own, f"{own}"), problems)
+    has_bias = bias_of(base.norms[path]) is not None
     problems.require(part.bias is None or has_bias, f"{path} has a bias, and the model's has none")
 
 
 _LONG = {"a": "A", "b": "B", "b_bias": "B's bias", "base_weight": "the base's weight"}
 
 
-def check_others(name: str, tensor: Tensor, base: BaseModules, problems: Problems) -> None:
-    """A norm's parameter that came along: it must be the model's own."""
-    own = base.others[name]
-    if own.shape != tensor.shape:
-        problems.add(f"{name} is {list(tensor.shape)} (expected {list(own.shape)})")
-    elif own.is_meta:
-        problems.unsupported.append(f"{name}, which is in another process and cannot be compared")
-    elif not torch.allclose(tensor.float(), own.float(), rtol=2**-8, atol=1e-6):
-        problems.unsupported.append(f"another {name}: what a norm does cannot be adapted")
-
-
 def check_base_weight(path: str, part: AdapterPart, base: BaseModules, problems: Problems) -> None:
     """A copy of the base's weight that came along must be the model's, but for its rounding."""
-    if part.base_weight is None or part.base_weight.shape != base.modules[path].weight.shape:
+    if part.base_weight is None or path in base.norms:
+        return
+    own = base.products[path].weight
+    if part.base_weight.shape != own.shape:
         return
     if not base.is_here(path):
         return  # who has it compares it
-    own = weight_of(nn.ModuleDict({"it": base.modules[path]}), "it")
     dense = own.scheme in ("float32", "float16", "bfloat16")
     off = torch.linalg.norm(own.dequantize().float() - part.base_weight.float())
     size = torch.linalg.norm(part.base_weight.float())

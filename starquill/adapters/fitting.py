@@ -5,27 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from starquill.adapters.adapter import Adapter, AdapterPart, BaseModules
+from starquill.adapters.adapter import Adapter, AdapterPart, BaseModules, Norm, bias_of
 from starquill.errors import AdapterError
+from starquill.nn.experts import OneExpert
 from starquill.nn.linear import Embedding, Linear
 from starquill.nn.lora import LoraPart, RowsPart
+from starquill.nn.norm import NormPart
 from starquill.quant.weight import DenseWeight, Weight, tensors_of
 
+Part = LoraPart | RowsPart | NormPart
 _BAND = 1024  # rows of a weight that are written out at once
 
 
 @torch.inference_mode()
-def fit(adapter: Adapter, base: BaseModules) -> dict[str, LoraPart | RowsPart]:
+def fit(adapter: Adapter, base: BaseModules) -> dict[str, Part]:
     """The part of every module that the adapter changes.
 
     DoRA's norms are taken here, of the weights as they are now. Modules that are in another process
     are left out.
     """
-    fitted: dict[str, LoraPart | RowsPart] = {}
+    fitted: dict[str, Part] = {}
     for path, part in adapter.parts.items():
-        module = base.modules[path]
         if not base.is_here(path):
             continue
+        if path in base.norms:
+            fitted[path] = _fit_norm(part, base.norms[path])
+            continue
+        module = base.products[path]
         if isinstance(module, Embedding):
             rows = _fit_rows(path, part, module, base.dtype)
             if rows is not None:
@@ -35,12 +41,25 @@ def fit(adapter: Adapter, base: BaseModules) -> dict[str, LoraPart | RowsPart]:
     return fitted
 
 
-def _fit_linear(path: str, part: AdapterPart, module: Linear, dtype: torch.dtype) -> LoraPart:
+def _fit_norm(part: AdapterPart, norm: Norm) -> NormPart:
+    """Differences: rows with several adapters have the sum of them."""
+
+    def change(new: Tensor | None, own: Tensor | None) -> Tensor | None:
+        return None if new is None or own is None else new.float() - own.data.cpu().float()
+
+    return NormPart(change(part.weight, norm.weight), change(part.bias, bias_of(norm)))
+
+
+def _fit_linear(
+    path: str, part: AdapterPart, module: Linear | OneExpert, dtype: torch.dtype
+) -> LoraPart:
     own = None if module.bias is None else module.bias.cpu()
+    shift = None if part.bias is None or own is None else part.bias.float() - own.float()
     if part.weight is not None:
+        if isinstance(module, OneExpert):  # whose bias comes after what adapters do
+            return LoraPart(shift=shift, whole=(DenseWeight(part.weight, dtype), None))
         bias = own if part.bias is None else part.bias.to(dtype)
         return LoraPart(whole=(DenseWeight(part.weight, dtype), bias))
-    shift = None if part.bias is None or own is None else part.bias.float() - own.float()
     if part.a is None or part.b is None:
         return LoraPart(shift=shift)
     if part.b_bias is not None:

@@ -7,7 +7,7 @@ adapter acts on the head that is tied to it too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from starquill.adapters.adapter import (
     AdapterPart,
     BaseModules,
     Problems,
-    check_others,
     check_part,
     read_tensors,
     unknown_modules,
+    without_unchanged,
 )
 from starquill.adapters.peft import with_tied_head
+from starquill.checkpoint.stacked import piece_name
 from starquill.errors import AdapterError
-from starquill.nn.linear import Embedding
 
 _KINDS = ("lora", "dora", "full")
 _FIELDS = {"lora_a": "a", "lora_b": "b", "m": "magnitude"}
@@ -56,6 +56,7 @@ def read_mlx(folder: Path, raw: Mapping[str, Any], base: BaseModules) -> Adapter
     problems.finish()
     if raw.get("model") and Path(str(raw["model"])).name.lower() != Path(base.name).name.lower():
         problems.warnings.append(f"was made for {raw['model']}, and this is {base.name}")
+    turned = without_unchanged(turned, base)
     if base.tied:
         turned = with_tied_head(turned, base)
     return Adapter(folder.name, "MLX", turned, tuple(problems.warnings))
@@ -79,17 +80,37 @@ def _parts(
     tensors: Mapping[str, Tensor], kind: str, base: BaseModules, problems: Problems
 ) -> dict[str, AdapterPart]:
     found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    stacked: dict[str, dict[str, Tensor]] = defaultdict(dict)
     fields, unknown = _WHOLE if kind == "full" else _FIELDS, []
     for name, tensor in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        if path in base.modules and leaf in fields:
+        path, _, leaf = (base.spec.rename(name) or name).rpartition(".")
+        known = path in base.modules or (kind == "full" and path in base.norms)
+        if known and leaf in fields:
             found[path][fields[leaf]] = tensor
-        elif kind == "full" and name in base.others:
-            check_others(name, tensor, base, problems)
+        elif path in base.stacks and leaf in fields and tensor.dim() > 1:
+            stacked[path][fields[leaf]] = tensor
         else:
             unknown.append(name)
     unknown_modules(unknown, base, problems)
-    return {path: AdapterPart.of(found[path]) for path in base.modules if path in found}
+    for path, tensors_of_all in stacked.items():
+        found.update(_by_expert(path, tensors_of_all, base, problems))
+    ordered = [path for path in (*base.products, *base.norms) if path in found]
+    return {path: AdapterPart.of(found[path]) for path in ordered}
+
+
+def _by_expert(
+    path: str, tensors: Mapping[str, Tensor], base: BaseModules, problems: Problems
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Each expert's of a stack: A `[E, R, in]` and B `[E, out, R]` are not the other way round."""
+    count = base.stacks[path].weight.shape[0]
+    for field, tensor in tensors.items():
+        if tensor.shape[0] != count or tensor.dim() != (2 if field == "bias" else 3):
+            problems.add(f"{path}: {field} is {list(tensor.shape)} (expected {count} experts')")
+            return
+    for expert in range(count):
+        own = {name: tensor[expert] for name, tensor in tensors.items()}
+        turned = {name: one.T if name in ("a", "b") else one for name, one in own.items()}
+        yield piece_name(path, expert), turned
 
 
 def _turned(part: AdapterPart, scale: float) -> AdapterPart:
@@ -132,5 +153,5 @@ def _check_config(
         (part.magnitude is not None) == (kind == "dora"),
         f"{path} has {'no' if part.magnitude is None else 'an'} m, and fine_tune_type is {kind}",
     )
-    if part.magnitude is not None and isinstance(base.modules[path], Embedding):
+    if part.magnitude is not None and path == base.spec.embedding:
         problems.unsupported.append(f"DoRA on {path}, whose magnitudes MLX has by token")

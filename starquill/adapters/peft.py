@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,18 @@ from starquill.adapters.adapter import (
     BaseModules,
     Problems,
     check_base_weight,
-    check_others,
     check_part,
     read_tensors,
     unknown_modules,
+    without_unchanged,
 )
 from starquill.adapters.peft_config import PeftConfig, read_peft_config
+from starquill.adapters.stacks import Stacks
 from starquill.checkpoint.hub import PICKLE_REFUSED
 from starquill.errors import AdapterError, UnsupportedError, listing
+from starquill.models.spec import rewritten
+
+Say = Callable[[str], str]  # what a module's path was where the adapter was trained
 
 _PREFIX = "base_model.model."
 _NAMES = {
@@ -54,12 +59,14 @@ def read_peft(folder: Path, raw: Mapping[str, Any], base: BaseModules) -> Adapte
         problems.finish()
     tensors = _tensors(folder)
     problems.require(bool(tensors), f"{PEFT_FILE} has no tensors")
-    parts = _parts(tensors, base, problems)
-    scaled = {path: _scaled(path, part, config, problems) for path, part in parts.items()}
+    stacks = Stacks(base)
+    parts, say = _parts(tensors, base, stacks, problems)
+    scaled = {path: _scaled(say(path), part, config, problems) for path, part in parts.items()}
     for path, part in scaled.items():
         check_part(path, part, base, problems)
-        _check_config(path, part, config, base, problems)
-    _check_targets(scaled, config, base, problems)
+        _check_config(path, part, config, (base, say), problems)
+    _check_targets(scaled, config, (base, say), problems)
+    scaled |= stacks.parts(config, say, problems)
     problems.finish()
     for path, part in scaled.items():
         check_base_weight(path, part, base, problems)
@@ -69,6 +76,7 @@ def read_peft(folder: Path, raw: Mapping[str, Any], base: BaseModules) -> Adapte
         problems.warnings.append("fan_in_fan_out has no meaning for this model's products: ignored")
     if config.ties_head and base.tied:
         scaled = with_tied_head(scaled, base)
+    scaled = without_unchanged(scaled, base)
     return Adapter(folder.name, "PEFT", scaled, tuple(problems.warnings))
 
 
@@ -82,24 +90,31 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _parts(
-    tensors: Mapping[str, Tensor], base: BaseModules, problems: Problems
-) -> dict[str, AdapterPart]:
-    """Every tensor is of a part, or a problem."""
+    tensors: Mapping[str, Tensor], base: BaseModules, stacks: Stacks, problems: Problems
+) -> tuple[dict[str, AdapterPart], Say]:
+    """Every tensor is of a part, of a stack, or a problem."""
     found: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    unknown = []
+    unknown, theirs = [], {}
     for name, tensor in tensors.items():
-        ours = name.removeprefix(_PREFIX)
+        stored = name.removeprefix(_PREFIX)
+        ours = base.spec.rename(stored) or stored
         path, field = _split(ours)
-        if path in base.modules and field is not None:
+        if field is not None and (path in base.norms or path in base.products):
             problems.require(field not in found[path], f"{path} has {field} more than once")
             found[path][field] = tensor
-        elif ours in base.others:
-            check_others(ours, tensor, base, problems)
-        else:
-            unknown.append(ours)
+            theirs[path] = _split(stored)[0]
+        elif not stacks.takes(path, field, tensor):
+            unknown.append(stored)
     unknown_modules(unknown, base, problems)
-    ordered = [path for path in base.modules if path in found]
-    return {path: AdapterPart.of(found[path]) for path in ordered}
+    ordered = [path for path in (*base.products, *base.norms) if path in found]
+    return {path: AdapterPart.of(found[path]) for path in ordered}, _naming(theirs, base)
+
+
+def _naming(theirs: Mapping[str, str], base: BaseModules) -> Say:
+    """From our paths to those that the adapter's tensors have, `theirs` being some of them."""
+    ways = ((),) if base.spec.experts is None else base.spec.experts.modules
+    fits = (way for way in ways if all(rewritten(p, way) == said for p, said in theirs.items()))
+    return partial(rewritten, renames=next(fits, ways[0]))
 
 
 def _split(name: str) -> tuple[str, str | None]:
@@ -110,22 +125,28 @@ def _split(name: str) -> tuple[str, str | None]:
     return name, None
 
 
-def _scaled(path: str, part: AdapterPart, config: PeftConfig, problems: Problems) -> AdapterPart:
+def _scaled(said: str, part: AdapterPart, config: PeftConfig, problems: Problems) -> AdapterPart:
     if part.a is None or part.a.dim() != 2:
         return part
-    rank, said = part.a.shape[0], config.rank_of(path)
-    problems.require(rank == said, f"{path}: A has rank {rank}, and {CONFIG} says {said}")
-    scale = config.scale_of(path, max(rank, 1))
+    rank, expected = part.a.shape[0], config.rank_of(said)
+    problems.require(rank == expected, f"{said}: A has rank {rank}, and {CONFIG} says {expected}")
+    scale = config.scale_of(said, max(rank, 1))
     return AdapterPart.of(part.tensors, scale)
 
 
 def _check_config(
-    path: str, part: AdapterPart, config: PeftConfig, base: BaseModules, problems: Problems
+    path: str,
+    part: AdapterPart,
+    config: PeftConfig,
+    of: tuple[BaseModules, Say],
+    problems: Problems,
 ) -> None:
     """What the config says against what is there."""
-    saved, has_lora = config.is_saved(path), part.a is not None or part.b is not None
+    base, say = of
+    saved, has_lora = config.is_saved(say(path)), part.a is not None or part.b is not None
+    targeted = path in base.products and config.is_target(path, base, say(path))
     problems.require(
-        not has_lora or config.is_target(path, base) or (config.ties_head and base.tied),
+        not has_lora or targeted or (config.ties_head and base.tied),
         f"{path} has A and B, and {CONFIG} does not target it",
     )
     problems.require(
@@ -152,22 +173,31 @@ def _check_config(
 
 
 def _check_targets(
-    parts: Mapping[str, AdapterPart], config: PeftConfig, base: BaseModules, problems: Problems
+    parts: Mapping[str, AdapterPart],
+    config: PeftConfig,
+    of: tuple[BaseModules, Say],
+    problems: Problems,
 ) -> None:
-    """Nothing that the config targets may be without tensors."""
+    """Nothing that the config targets may be without tensors.
+
+    Single experts count only where some have any: of stacks they are no modules, and no targets.
+    """
+    base, say = of
+    products = base.products if any(p in base.singles for p in parts) else base.modules
     lacking = [
         path
-        for path in base.modules
-        if config.is_target(path, base) and (path not in parts or parts[path].a is None)
+        for path in products
+        if config.is_target(path, base, say(path))
+        and (path not in parts or parts[path].a is None)
         and not (path in parts and parts[path].b is not None)
-    ]  # fmt: skip
+    ]
     problems.require(
         not lacking, f"{CONFIG} targets modules without A and B: {listing(lacking, 8)}"
     )
     whole = [
         path
-        for path in base.modules
-        if config.is_saved(path) and (path not in parts or parts[path].weight is None)
+        for path in (*products, *base.norms)
+        if config.is_saved(say(path)) and (path not in parts or parts[path].weight is None)
     ]
     problems.require(
         not whole, f"modules_to_save names modules without a weight: {listing(whole, 8)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starquill.adapters.adapter import BaseModules, Problems
-from starquill.nn.linear import Linear
+from starquill.nn.linear import Embedding
 
 ALL_LINEAR = "all-linear"
 # Without meaning where nothing is trained; those of an initialisation are in `_INITIAL`.
@@ -21,7 +21,7 @@ _IGNORED = frozenset({
 _READ = frozenset({
     "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_bias",
     "bias", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "task_type", "modules_to_save", "init_lora_weights", "ensure_weight_tying",
+    "task_type", "modules_to_save", "init_lora_weights", "ensure_weight_tying", "target_parameters",
 })  # fmt: skip
 # These leave the base as it is; others (pissa, olora, corda, loftq, lora_ga) take their beginning
 # away from it, which what was saved does not tell.
@@ -30,6 +30,8 @@ _INITIAL = ("gaussian", "eva", "orthogonal", "mica")
 
 @dataclass(frozen=True)
 class PeftConfig:
+    """All names in it are those that the model had where the adapter was trained: `said`."""
+
     rank: int
     alpha: float
     rslora: bool
@@ -44,31 +46,46 @@ class PeftConfig:
     layers_pattern: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
     ties_head: bool = False
+    parameters: tuple[str, ...] = ()
+    version: tuple[int, ...] = ()
 
-    def rank_of(self, path: str) -> int:
-        return self.rank_pattern.get(_pattern_key(self.rank_pattern, path), self.rank)
+    def rank_of(self, said: str) -> int:
+        key = self._key(said)
+        return self.rank_pattern.get(_pattern_key(self.rank_pattern, key), self.rank)
 
-    def scale_of(self, path: str, rank: int) -> float:
-        alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, path), self.alpha)
+    def scale_of(self, said: str, rank: int) -> float:
+        key = self._key(said)
+        alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, key), self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
-    def is_saved(self, path: str) -> bool:
-        """Whether `path` is, or lies in, one of `modules_to_save`."""
-        return any(re.match(rf"(.*\.)?{name}(\..*)?$", path) for name in self.saved)
+    def _key(self, said: str) -> str:
+        """What patterns are held against: a parameter's name where that is the target."""
+        weight = f"{said}.weight"
+        return weight if self.targets_parameter(weight) else said
 
-    def is_target(self, path: str, base: BaseModules) -> bool:
-        """Whether an adapter was made for the module at `path`."""
-        if self.is_saved(path) or _names(self.excluded, path):
+    def is_saved(self, said: str) -> bool:
+        """Whether it is, or lies in, one of `modules_to_save`."""
+        return any(re.match(rf"(.*\.)?{name}(\..*)?$", said) for name in self.saved)
+
+    def targets_parameter(self, said: str) -> bool:
+        return bool(self.parameters) and _names(self.parameters, said)
+
+    def is_target(self, path: str, base: BaseModules, said: str | None = None) -> bool:
+        """Whether an adapter was made for the module at `path`, which was called `said`."""
+        said = path if said is None else said
+        if self.targets_parameter(f"{said}.weight"):
+            return True
+        if self.is_saved(said) or _names(self.excluded, said):
             return False
         if self.targets == ALL_LINEAR:
-            return isinstance(base.modules[path], Linear) and path != base.spec.head
-        if self.targets is None or not _names(self.targets, path):
+            return not isinstance(base.products[path], Embedding) and path != base.spec.head
+        if self.targets is None or not _names(self.targets, said):
             return False
-        if isinstance(self.targets, str) or path in self.targets or not self.layers:
+        if isinstance(self.targets, str) or said in self.targets or not self.layers:
             return True
         patterns = self.layers_pattern or (r"[^.]*",)
         match = next(
-            (m for p in patterns if (m := re.match(rf"(?:^|.*?\.){p}\.(\d+)\.", path))), None
+            (m for p in patterns if (m := re.match(rf"(?:^|.*?\.){p}\.(\d+)\.", said))), None
         )
         return match is not None and int(match[1]) in self.layers
 
@@ -129,10 +146,22 @@ def read_peft_config(raw: Mapping[str, Any], problems: Problems) -> PeftConfig:
         layers_pattern=_as_names(raw, "layers_pattern", problems),
         saved=_as_names(raw, "modules_to_save", problems),
         ties_head=_flag(raw, "ensure_weight_tying", problems),
+        parameters=_as_names(raw, "target_parameters", problems),
+        version=_version(raw.get("peft_version")),
     )
     if config.dora and config.b_bias:
         problems.unsupported.append("lora_bias with use_dora")
+    if config.parameters:
+        problems.unsupported.extend(
+            f"{key} with target_parameters" for key in ("use_dora", "lora_bias") if raw.get(key)
+        )
     return config
+
+
+def _version(said: Any) -> tuple[int, ...]:
+    """`0.19.1` as numbers; empty where there is none."""
+    match = re.match(r"\d+(\.\d+)*", said) if isinstance(said, str) else None
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _flag(raw: Mapping[str, Any], key: str, problems: Problems) -> bool:

@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 
 from starquill.adapters.adapter import Adapter, AwayLayers, Base, BaseModules
-from starquill.adapters.banks import empty_banks, fill_banks
+from starquill.adapters.banks import put, take_out
 from starquill.adapters.fitting import fit
 from starquill.adapters.opening import open_adapter, weight_bytes
 from starquill.checkpoint.hub import locate_adapter
@@ -145,7 +145,7 @@ class AdapterStore:
                     alias, folder, adapter.form, adapter.rank, adapter.nbytes, slot, self._clock
                 )
                 resident.last_used = self._clock
-                fill_banks(base, slot, parts)
+                put(base, slot, parts)
                 if (old := self._by_alias.pop(alias, None)) is not None:
                     self._leave(old)
                 self._by_alias[alias] = resident
@@ -262,7 +262,7 @@ class AdapterStore:
             self._leaving.append(resident)
             return
         self._mixes.clear()  # they keep alive what they were prepared for
-        empty_banks(BaseModules.of(self._base), resident.slot)
+        take_out(self._base.model, resident.slot)
         self._empty_away(resident.slot)
 
     def _release(self, lease: Lease) -> None:

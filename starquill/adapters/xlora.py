@@ -27,7 +27,7 @@ from starquill.adapters.adapter import (
     read_config,
     read_tensors,
 )
-from starquill.adapters.banks import fill_banks
+from starquill.adapters.banks import put
 from starquill.adapters.fitting import fit
 from starquill.adapters.opening import open_adapter
 from starquill.adapters.peft_config import read_peft_config
@@ -166,7 +166,9 @@ def _adapter(name: str, folder: Path, base: BaseModules, problems: Problems) -> 
         for module, part in adapter.parts.items():
             others = sorted(part.tensors.keys() - {"a", "b", "base_weight"})
             own.require(not others, f"{module} has {', '.join(others)}, which X-LoRA cannot weigh")
-            own.require(isinstance(base.modules[module], Linear), f"{module} is an embedding")
+            kind = "an expert" if module in base.singles else "an embedding"
+            is_linear = isinstance(base.products.get(module), Linear)
+            own.require(is_linear or bool(others), f"{module} is {kind}, which it cannot weigh")
         own.finish()
     except StarquillError as error:
         problems.add(f"adapter {name!r}: {error}")
@@ -340,5 +342,5 @@ def _fill(base: BaseModules, adapters: Sequence[Adapter]) -> tuple[int, ...]:
     fitted = [fit(adapter, base) for adapter in adapters]
     slots = tuple(-1 - place for place in range(len(adapters)))
     for slot, parts in zip(slots, fitted, strict=True):
-        fill_banks(base, slot, parts)
+        put(base, slot, parts)
     return slots

@@ -13,6 +13,7 @@ from typing import Any
 
 from starquill.adapters.adapter import CONFIG, Problems
 from starquill.checkpoint.files import read_json
+from starquill.checkpoint.hub import locate_xlora
 from starquill.errors import AdapterError, CheckpointError, listing
 
 XLORA_CONFIG = "xlora_config.json"
@@ -65,8 +66,8 @@ class XLoraConfig:
 
 
 def find_xlora(path: str | Path) -> XLoraFolder:
-    """The X-LoRA at `path`, its folder or mistral.rs's ordering file in it."""
-    path = Path(path)
+    """The X-LoRA at `path`: its folder, mistral.rs's ordering file in it, or a hub id."""
+    path = locate_xlora(path)
     root = path.parent if path.is_file() else path
     if (root / XLORA_CONFIG).exists():
         return XLoraFolder(root, False, _json(root / XLORA_CONFIG), _ordering(path))

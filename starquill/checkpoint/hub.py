@@ -16,6 +16,14 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 _SMALL_FILES, _WEIGHTS = ("*.json", "*.jinja"), ("*.json", "*.jinja", "*.safetensors")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapters.safetensors")
+# An X-LoRA's adapters are in folders of their own, which may lie deeper: `*` goes over slashes.
+_XLORA_FILES = (
+    "xlora_config.json",
+    "xlora_classifier.safetensors",
+    "*ordering*.json",
+    *ADAPTER_FILES[:2],
+    *(f"*/{name}" for name in ADAPTER_FILES[:2]),
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,12 @@ def locate_adapter(adapter: str | Path) -> Path:
     """The folder of an adapter; that of a hub id is downloaded."""
     hub_id = _as_hub_id(adapter)
     return _expanded(adapter) if hub_id is None else _download(hub_id, None, ADAPTER_FILES)
+
+
+def locate_xlora(xlora: str | Path) -> Path:
+    """The folder of an X-LoRA, or a file in it; that of a hub id is downloaded with its folders."""
+    hub_id = _as_hub_id(xlora)
+    return _expanded(xlora) if hub_id is None else _download(hub_id, None, _XLORA_FILES, ())
 
 
 def _expanded(model: str | Path) -> Path:
@@ -123,7 +137,12 @@ def remote_headers(repository: str, revision: str | None) -> dict[str, tuple[str
     }
 
 
-def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _download(
+    repository: str,
+    revision: str | None,
+    patterns: tuple[str, ...],
+    ignored: tuple[str, ...] = ("*/*",),
+) -> Path:
     # Imported here: huggingface_hub takes a while to import and most runs never need it.
     from huggingface_hub import snapshot_download
 
@@ -133,7 +152,7 @@ def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) 
                 repository,
                 revision=revision,
                 allow_patterns=list(patterns),
-                ignore_patterns=["*/*"],
+                ignore_patterns=list(ignored),
             )
         )
     except Exception as error:  # the library and what it downloads with have many kinds

@@ -171,7 +171,9 @@ class QuantizeOptions:
 class XLoraOptions:
     """Adapters that a classifier weighs for every token."""
 
-    xlora: Annotated[Path | None, _option("An X-LoRA's folder.", metavar="FOLDER")] = None
+    xlora: Annotated[
+        str | None, _option("An X-LoRA's folder or hub id.", metavar="FOLDER|ORG/REPO")
+    ] = None
     xlora_freeze: Annotated[
         int | None,
         _option("Keep the adapters' weights after N written tokens: faster.", metavar="N"),

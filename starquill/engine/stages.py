@@ -15,7 +15,7 @@ from starquill.adapters.adapter import (
     Problems,
     check_base_weight,
 )
-from starquill.adapters.banks import empty_banks, fill_banks
+from starquill.adapters.banks import put, take_out
 from starquill.adapters.fitting import fit
 from starquill.checkpoint.memory import available_memory
 from starquill.engine.loaded import LoadedModel, Stage
@@ -106,10 +106,10 @@ class LayerStage:
         for path, part in parts.items():
             check_base_weight(path, part, base, problems)
         problems.finish()
-        fill_banks(base, slot, fit(Adapter("", "", parts), base))
+        put(base, slot, fit(Adapter("", "", parts), base))
 
     def empty(self, slot: int) -> None:
-        empty_banks(BaseModules.of(self._loaded), slot)
+        take_out(self._loaded.model, slot)
         self._mix = None
 
 

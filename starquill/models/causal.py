@@ -74,8 +74,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norms
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        x = residual(x, self.self_attn(self.input_layernorm(x), step))
-        return residual(x, self.mlp(self.post_attention_layernorm(x), step.mix))
+        x = residual(x, self.self_attn(self.input_layernorm(x, step.mix), step))
+        return residual(x, self.mlp(self.post_attention_layernorm(x, step.mix), step.mix))
 
 
 class Decoder(nn.Module):
@@ -116,15 +116,15 @@ class CausalLM(nn.Module):
         plan = batch.cache.plan(batch.tables, batch.positions, layer)
         return AttentionStep(cos, sin, batch.cache, plan, batch.mix)
 
-    def finish(self, x: Tensor) -> Tensor:
+    def finish(self, x: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[B, T, D]` from the last layer to what `logits` takes."""
-        return self.model.norm(x)
+        return self.model.norm(x, mix)
 
     def hidden(self, batch: StepBatch) -> Tensor:
         """Final hidden states `[B, T, D]`; writes the cache, does not advance its lengths."""
         x = self.embed(batch.ids, batch.mix)
         x = self.route.through(self.model.layers, x, partial(self.step, batch))
-        return self.finish(self.route.beyond(x, batch))
+        return self.finish(self.route.beyond(x, batch), batch.mix)
 
     def logits(self, hidden: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[..., D] -> [..., V]` float32."""

@@ -45,8 +45,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x, step.mix) for project in projections)
-        q = q if self.q_norm is None else self.q_norm(q)
-        k = k if self.k_norm is None else self.k_norm(k)
+        q = q if self.q_norm is None else self.q_norm(q, step.mix)
+        k = k if self.k_norm is None else self.k_norm(k, step.mix)
         seen = attend_cached(self._heads(q), self._heads(k), self._heads(v), self.layer, step)
         return self.o_proj(seen, step.mix)
 

@@ -32,6 +32,13 @@ def model(config: MixtureConfig) -> CausalLM:
     return CausalLM(config, RMSNorm, Attention, _mlp)
 
 
+# transformers 4 had the published files' names.
+MODULES_4 = (
+    (r"\.mlp\.", ".block_sparse_moe."),
+    (r"(\.experts\.\d+)\.gate_proj$", r"\1.w1"),
+    (r"(\.experts\.\d+)\.up_proj$", r"\1.w3"),
+    (r"(\.experts\.\d+)\.down_proj$", r"\1.w2"),
+)
 # The published files have w1, w3 and w2 below block_sparse_moe; transformers 5 can write others.
 NAMES = ExpertNames(
     renames=(
@@ -46,6 +53,7 @@ NAMES = ExpertNames(
         (r"\.mlp\.experts\.", ".block_sparse_moe.switch_mlp."),
         (r"\.mlp\.gate\.", ".block_sparse_moe.gate."),
     ),
+    modules=((), MODULES_4),
 )
 
 SPEC = ArchSpec(

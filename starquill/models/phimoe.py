@@ -10,6 +10,7 @@ from typing import Any
 from starquill.models.causal import CausalLM
 from starquill.models.config import ROPE_TYPES, ConfigReader
 from starquill.models.decoder import Attention
+from starquill.models.mixtral import MODULES_4
 from starquill.models.mixtral import NAMES as MIXTRAL_NAMES
 from starquill.models.mixture import Defaults, MixtureConfig, read_mixture
 from starquill.models.spec import ArchSpec
@@ -48,7 +49,11 @@ def model(config: MixtureConfig) -> CausalLM:
 
 
 # transformers 5 calls the gate a router.
-NAMES = replace(MIXTRAL_NAMES, renames=(*MIXTRAL_NAMES.renames, (r"\.mlp\.router\.", ".mlp.gate.")))
+NAMES = replace(
+    MIXTRAL_NAMES,
+    renames=(*MIXTRAL_NAMES.renames, (r"\.mlp\.router\.", ".mlp.gate.")),
+    modules=(((r"\.mlp\.gate$", ".mlp.router"),), MODULES_4),
+)
 
 SPEC = ArchSpec(
     model_type="phimoe",

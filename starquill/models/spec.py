@@ -92,7 +92,7 @@ class ModelParts(Protocol):
         """What all layers on the device of `layer` share."""
         ...
 
-    def finish(self, x: Tensor) -> Tensor:
+    def finish(self, x: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[B, T, D]` from the last layer to what `logits` takes."""
         ...
 
@@ -152,12 +152,14 @@ class ExpertNames:
 
     Our name of a stack is `PATH.experts.NAME.weight`. A checkpoint may have that, or
     `PATH.experts.3.NAME.weight` for each expert, or `gate_up_proj`, which is two stacks in one:
-    whatever it calls them, after `renames`. `mlx` turns our names into mlx-lm's. `count` tells how
-    many experts a config has.
+    whatever it calls them, after `renames`. `mlx` turns our names into mlx-lm's. `modules` turns
+    our paths into those that transformers' models have or had, which adapters are made for, each a
+    way of its own. `count` tells how many experts a config has.
     """
 
     renames: Renames
     mlx: Renames
+    modules: tuple[Renames, ...] = ((),)
     router: str = ".mlp.gate."
     count: Callable[[Any], int] = attrgetter("num_experts")
 

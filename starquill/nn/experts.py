@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.disk import LayerExperts
 from starquill.nn.linear import Linear
 from starquill.nn.lora import AdapterMix
+from starquill.nn.lora_experts import ExpertBank, Run, runs_of
 from starquill.nn.router import Router, Routes
 from starquill.quant.affine import AffineWeight
 from starquill.quant.weight import DenseWeight, Weight
@@ -24,12 +26,22 @@ class Groups:
     """N rows in the order of their experts: whose each is `[N]`, and how many each has `[E]`.
 
     `one` says that they are single tokens of several sequences, each of which must come out the
-    same in any company.
+    same in any company. `mix` says which adapters act on which of `batch` `[N]`, each row's row of
+    the batch.
     """
 
     experts: Tensor
     counts: Tensor
     one: bool
+    batch: Tensor | None = None
+    mix: AdapterMix | None = None
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Where adapters act. Those of X-LoRA never act on experts."""
+        if self.mix is None or self.batch is None or self.mix.scales.dim() != 2:
+            return ()
+        return runs_of(self.experts, self.batch, self.mix)
 
     def each(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """`function` of every row of `x` `[N, I]`, in a shape that tells what the rows are."""
@@ -38,10 +50,14 @@ class Groups:
 
 
 class ExpertLinear(nn.Module):
-    """One `Linear` of each of E experts: weight `[E, out, in]`, bias `[E, out]` or None."""
+    """One `Linear` of each of E experts, and what adapters add.
+
+    Weight `[E, out, in]`, bias `[E, out]` or None.
+    """
 
     weight: Weight
     bias: nn.Parameter | None
+    lora: ExpertBank | None = None
 
     def __init__(self, experts: int, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
@@ -52,6 +68,8 @@ class ExpertLinear(nn.Module):
     def __call__(self, x: Tensor, groups: Groups) -> Tensor:
         """`[N, in] -> [N, out]`."""
         y = self.weight.matmul_grouped(x, groups.counts, one=groups.one)
+        if groups.mix is not None and self.lora is not None:
+            y = self.lora.add_to(y, x, groups.runs, groups.mix.scales, one=groups.one)
         bias = self._parameters.get("bias")
         return y if bias is None else y + bias[groups.experts]
 
@@ -63,6 +81,24 @@ class ExpertLinear(nn.Module):
 
 # Of each expert: a gate's matrices or None, those that lead to its inner width, and back.
 Stacks = tuple[ExpertLinear | None, ExpertLinear, ExpertLinear]
+
+
+@dataclass(frozen=True, eq=False)
+class OneExpert:
+    """The `Linear` of one expert in a stack: weight `[out, in]`, bias `[out]` or None."""
+
+    stack: ExpertLinear
+    expert: int
+
+    @property
+    def weight(self) -> Weight:
+        weight = self.stack.weight
+        assert isinstance(weight, DenseWeight | AffineWeight), weight.scheme
+        return weight[self.expert]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.stack.bias is None else self.stack.bias.data[self.expert]
 
 
 @dataclass(frozen=True)
@@ -170,24 +206,31 @@ class SparseMlp(nn.Module):
 
     def forward(self, x: Tensor, mix: AdapterMix | None) -> Tensor:
         routes = self.route(self.gate(x, mix))
-        return mixed(x, routes, self.gate.weight.shape[0], self.experts)
+        return mixed(x, routes, self.gate.weight.shape[0], self.experts, mix)
 
 
 def mixed(
-    x: Tensor, routes: Routes, count: int, experts: Callable[[Tensor, Groups], Tensor]
+    x: Tensor,
+    routes: Routes,
+    count: int,
+    experts: Callable[[Tensor, Groups], Tensor],
+    mix: AdapterMix | None = None,
 ) -> Tensor:
     """`[B, T, D] -> [B, T, D]`: for each token the weighted sum of what its experts make of it.
 
-    `count` is how many there are. A token's sum goes by rank, so that it does not depend on who
-    else was there.
+    `count` is how many there are; `mix` says which adapters act on them. A token's sum goes by
+    rank, so that it does not depend on who else was there.
     """
     if (whole := _at_once(x, routes, count, experts)) is not None:
         return whole
     top = routes.experts.shape[-1]
     chosen = routes.experts.flatten()  # [N·A]
     order = chosen.argsort(stable=True)
-    groups = Groups(chosen[order], chosen.bincount(minlength=count), one=x.shape[-2] == 1)
-    made = experts(x.flatten(0, -2)[order // top], groups).float()
+    tokens, length = order // top, x.shape[-2]
+    batch = None if mix is None else tokens // length
+    counts = chosen.bincount(minlength=count)
+    groups = Groups(chosen[order], counts, length == 1, batch, mix)
+    made = experts(x.flatten(0, -2)[tokens], groups).float()
     y = torch.empty_like(made).index_copy_(0, order, made).view(*x.shape[:-1], top, -1)
     y = y * routes.weights[..., None]
     # One sum after the other: torch's own order of a sum may depend on how many rows there are.

@@ -103,7 +103,7 @@ class LoraBank:
             add_packed(rows, as_rows(x), None if bias is None else as_rows(bias), plan.packed)
             y = rows if y.dtype is torch.float32 else rows.to(y.dtype)
         elif plan.terms:
-            _add_plainly(y, x, bias, plan.terms)
+            add_plainly(y, x, bias, plan.terms)
         for part, row, share in plan.wholes:
             assert part.whole is not None
             weight, own_bias = part.whole
@@ -177,7 +177,7 @@ def _wholes(parts: dict[int, LoraPart], mix: AdapterMix) -> tuple[tuple[LoraPart
     )
 
 
-def _add_plainly(y: Tensor, x: Tensor, bias: Tensor | None, terms: Sequence[LoraTerm]) -> None:
+def add_plainly(y: Tensor, x: Tensor, bias: Tensor | None, terms: Sequence[LoraTerm]) -> None:
     """In plain torch what the native kernel does; single tokens one by one, as it does."""
     flat_y, flat_x, base = y.flatten(0, 1), x.flatten(0, 1), y.flatten(0, 1).clone()
     for term, here in _pieces(terms, one=x.shape[1] == 1):

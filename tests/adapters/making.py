@@ -49,7 +49,7 @@ def randomize(parameters: Mapping[str, Tensor], seed: int) -> None:
                 value.mul_(1 + 0.3 * noise.abs())
             elif "lora_" in name:
                 value.copy_(0.3 * noise)
-            elif "norm" not in name:
+            else:
                 value.add_(0.2 * noise)
 
 

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from starquill.adapters.adapter import BaseModules
 from starquill.adapters.store import AdapterStore
+from starquill.engine.runner import Runner
 from starquill.errors import AdapterError, UnsupportedError
+from starquill.loading import load
+from starquill.merging import merge_checkpoint
+from tests import tiny
 from tests.adapters import making
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,6 +51,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "saved embedding": {"modules_to_save": ["embed_tokens"]},
     "saved embedding tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     "saved linear": {"target_modules": ["q_proj"], "modules_to_save": ["c_fc"]},
+    "bias all": {"bias": "all", "target_modules": ["q_proj"]},
+    "saved norms": {
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["norm", "input_layernorm", "post_attention_layernorm"],
+    },
     "saved mlp": {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]},
 }
 
@@ -94,17 +105,82 @@ def test_stored_in_two_bytes(tmp_path: Path, name: str, stored: torch.dtype) -> 
     torch.testing.assert_close(ours, same, rtol=0, atol=2e-5)
 
 
-def test_bias_of_all_with_norms_unchanged(tmp_path: Path) -> None:
-    """`making` leaves norms alone; their biases come along all the same."""
-    folder, expected = making.peft_folder(tmp_path / "it", bias="all", target_modules=["q_proj"])
+def test_norms_that_came_along_unchanged_are_left_out(tmp_path: Path) -> None:
+    """`bias="all"` saves those of all norms, whatever was learned."""
+    folder, _ = making.peft_folder(tmp_path / "it", bias="all", target_modules=["q_proj"])
     loaded = making.base(tmp_path)
+    own = dict(loaded.model.named_parameters())
+    prefix = "base_model.model."
+
+    def unlearn(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if "norm" in n]:
+            tensors[name] = own[name.removeprefix(prefix)].data.clone()
+
+    making.change_tensors(folder, unlearn)
     store = AdapterStore(loaded)
     store.load("it", folder)
-    torch.testing.assert_close(making.logits(loaded, store, {"it": 1}), expected, rtol=0, atol=1e-4)
-    name = "base_model.model.model.norm.bias"
-    making.change_tensors(folder, lambda tensors: tensors[name].add_(0.5))
-    with pytest.raises(UnsupportedError, match=r"model\.norm\.bias"):
+    assert not any(norm.bank for norm in BaseModules.of(loaded).norms.values())
+
+
+@pytest.mark.parametrize("name", ["saved norms", "bias all"])
+def test_norms_of_each_row(tmp_path: Path, name: str) -> None:
+    """Rows with two adapters, a mix, half of one and none, as if each were alone, to the bit."""
+    loaded = making.base(tmp_path)
+    base = making.logits(loaded)
+    store = AdapterStore(loaded)
+    for seed in (1, 2):
+        folder, _ = making.peft_folder(tmp_path / str(seed), seed, **OPTIONS[name])
+        store.load(str(seed), folder)
+    mixes: list[dict[str, float]] = [{"1": 1}, {}, {"1": 0.7, "2": 0.3}, {"2": 1}, {"2": 0.5}, {}]
+    texts = [tiny.random_ids(9, seed=40 + n) for n in range(len(mixes))]
+    alone = [making.decoded(loaded, store, mix, ids) for mix, ids in zip(mixes, texts, strict=True)]
+    runner = Runner(loaded, len(mixes))
+    places = [runner.cache.place(9) for _ in mixes]
+    mix = store.mix_of([store.lease(mix) for mix in mixes], [1] * len(mixes))
+    for step in range(9):
+        rows = runner.decode(places, [[ids[step]] for ids in texts], mix)
+        for row, expected in zip(rows, alone, strict=True):
+            assert torch.equal(row, expected[step])
+    assert torch.equal(making.logits(loaded), base)
+
+
+def test_norms_merged(tmp_path: Path) -> None:
+    folder, expected = making.peft_folder(tmp_path / "it", **OPTIONS["saved norms"])
+    making.base(tmp_path)
+    merge_checkpoint(tmp_path / "base", {str(folder): 1.0}, tmp_path / "merged")
+    merged = making.logits(load(tmp_path / "merged"))
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-4)
+
+
+def test_norms_in_part_do_what_they_do_merged(tmp_path: Path) -> None:
+    shares = {}
+    for seed, share in ((1, 0.7), (2, -0.3)):
+        folder, _ = making.peft_folder(tmp_path / str(seed), seed, **OPTIONS["saved norms"])
+        shares[str(folder)] = share
+    loaded = making.base(tmp_path)
+    store = AdapterStore(loaded)
+    for path in shares:
+        store.load(path, path)
+    merge_checkpoint(tmp_path / "base", shares, tmp_path / "merged")
+    merged = making.logits(load(tmp_path / "merged"))
+    acting = making.logits(loaded, store, shares)
+    torch.testing.assert_close(acting, merged, rtol=0, atol=1e-4)
+
+
+def test_norms_that_do_not_fit(tmp_path: Path) -> None:
+    folder, _ = making.peft_folder(tmp_path / "it", **OPTIONS["saved norms"])
+    name = "base_model.model.model.norm.weight"
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name][1:].clone()
+        del tensors["base_model.model.model.layers.1.input_layernorm.weight"]
+
+    making.change_tensors(folder, spoil)
+    store = AdapterStore(making.base(tmp_path))
+    with pytest.raises(AdapterError) as told:
         store.load("it", folder)
+    assert r"model.norm.weight is [63] (expected [64])" in str(told.value)
+    assert "without a weight: model.layers.1.input_layernorm" in str(told.value)
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 
 from starquill.cli.app import main
 from starquill.engine.engine import Engine
 from starquill.loading import load
 from starquill.types import SamplingParams
 from tests import tiny
-from tests.adapters import making_xlora
+from tests.adapters import making, making_xlora
 from tests.cli.test_serve import Served
 
 Capture = pytest.CaptureFixture[str]
@@ -131,3 +133,32 @@ def test_a_server_answers_with_it(folders: tuple[Path, Path]) -> None:
 def expected_healed(folders: tuple[Path, Path]) -> str:
     params = SamplingParams(max_tokens=COUNT, logit_bias={0: -100.0})
     return Engine(load(folders[0], xlora=folders[1])).complete(PROMPT, params)
+
+
+def test_a_hub_id_is_downloaded(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """What a hub would send for the patterns that it was asked for, adapters' folders included."""
+    model, xlora = folders
+    served = shutil.copytree(xlora, tmp_path / "served")
+    (served / "adapter_8" / "optimizer.pt").write_bytes(b"not asked for")
+    sent: list[str] = []
+
+    def snapshot_download(repository: str, **asked: Any) -> str:
+        assert repository == "owner/name"
+        names = [str(p.relative_to(served)) for p in served.rglob("*") if p.is_file()]
+        patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+        for name in filter_repo_objects(names, **patterns):
+            (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(served / name, tmp_path / "cache" / name)
+            sent.append(name)
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    text, _ = expected(folders)
+    remote = options((model, Path("owner/name")), "-p", PROMPT, "--no-heal")
+    assert main(["generate", *remote]) == 0
+    assert text in capsys.readouterr().out
+    adapters = [f"{name}/{file}" for name in NAMES for file in (making.CONFIG, making.FILE)]
+    assert sorted(sent) == sorted([*adapters, "xlora_config.json", "xlora_classifier.safetensors"])
