@@ -19,7 +19,7 @@ from starquill.checkpoint.opening import open_checkpoint
 from starquill.checkpoint.vocabulary import check_vocabulary
 from starquill.engine.chat import chat_template
 from starquill.engine.loaded import LoadedModel
-from starquill.errors import BadRequestError
+from starquill.errors import BadRequestError, UnsupportedError
 from starquill.isq import IsqPlan, apply_isq
 from starquill.placement.stages import StageOf
 from starquill.placing import DeviceOptions, Request, Subject
@@ -80,6 +80,8 @@ def load(
     checkpoint = open_checkpoint(files)
     computing = Computing(_compute_dtype(dtype), as_stored=dtype == "auto", exact=exact)
     tokenizer, config = checkpoint.tokenizer, checkpoint.config
+    if config.pools:
+        _check_pooling(model, found is not None, stage is not None)
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, allow_padded_vocab)
     options = QuantOptions(quant) if isinstance(quant, str) else quant
@@ -121,6 +123,19 @@ def _loaded(
         room=request.room(settler is not None),
         here=None if share is None else share.layers,
     )
+
+
+def _check_pooling(model: str | Path, xlora: bool, stages: bool) -> None:
+    """Refuse what cannot go with a model that chooses its experts once for a prompt."""
+    said = f"{model} chooses its experts by the mean of a prompt (gate_type mean)"
+    if xlora:
+        raise UnsupportedError(
+            f"{said}, and an X-LoRA weighs adapters token by token; use one of them"
+        )
+    if stages:
+        raise UnsupportedError(
+            f"{said}, for which all layers must be in one process; leave out stages"
+        )
 
 
 def _check_freeze(xlora: str | Path | None, freeze: int | None) -> None:

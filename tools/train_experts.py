@@ -1,13 +1,14 @@
 """Fine-tune the embedded model's MLPs on C and on JavaScript: experts for docs/anymoe.md.
 
 The code is what lies on this machine (C headers below /usr/include, npm's JavaScript); nothing of
-it is kept but files to train gates on and to measure with, split by file. Python, which is what the
-model knows, comes from this repository: tests to train gates, the package to measure.
+it is kept but files to train gates on, to choose settings by and to measure with, split by file.
+Python, which is what the model knows, comes from this repository: tests to train gates, the package
+to choose and to measure.
 
     python tools/train_experts.py --out build/anymoe --steps 130
 
 writes OUT/c and OUT/js (whole checkpoints, of which only the MLPs differ from the base's),
-OUT/gates/KIND/* and OUT/heldout/KIND/*.
+OUT/gates/KIND/*, OUT/choosing/KIND/* and OUT/heldout/KIND/*.
 """
 
 from __future__ import annotations
@@ -130,11 +131,12 @@ def main() -> None:
     options.out.mkdir(parents=True)
     for name, kind in KINDS.items():
         texts = texts_of(kind, options.seed)
-        held, gates, rest = texts[:24], texts[24:72], texts[72:]
+        held, gates, choosing, rest = texts[:24], texts[24:72], texts[72:96], texts[96:]
         if not kind.is_expert:  # what the package is written in, beside tests
-            held = texts_of(Kind((ROOT / "starquill",), kind.suffix), options.seed)[:24]
-        write_texts(options.out / "heldout" / name, held, kind.suffix)
-        write_texts(options.out / "gates" / name, gates, kind.suffix)
+            package = texts_of(Kind((ROOT / "starquill",), kind.suffix), options.seed)
+            held, choosing = package[:24], package[24:48]
+        for folder, part in (("heldout", held), ("gates", gates), ("choosing", choosing)):
+            write_texts(options.out / folder / name, part, kind.suffix)
         if not kind.is_expert:
             continue
         rows = rows_of(rest, options.tokens)

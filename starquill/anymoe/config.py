@@ -23,8 +23,8 @@ PATIENCE = 10
 class AnyMoeConfig:
     """How gates are trained, and what is saved.
 
-    `layers` become mixtures, all where it is None. A `token` gate learns from every token, a
-    `mean` gate from the mean over a prompt; either chooses for each token, `top_k` experts.
+    `layers` become mixtures, all where it is None. A `token` gate learns from every token, and
+    chooses `top_k` experts for each; a `mean` gate from the mean over a prompt, and chooses once.
     `objective` is the rows' labels, or `lm`: the loss that each expert's model has on the rows.
     `lora_experts` says whether LoRAs become whole MLPs or stay deltas of the base's. A share of
     `held_out` rows is kept from training: to stop early, and to report. Of a row the first
@@ -121,9 +121,10 @@ class TrainReport:
     """What came out. Numbers are of held-out rows, of all rows where none were held out.
 
     `accuracy` is the share of rows whose expert a layer's gate finds from all their tokens, the
-    mean over layers, `by_layer` and `by_expert` too; `token_accuracy` counts tokens, which is how
-    the model chooses. `confusion[e][f]` is how many rows of expert e all layers together give to f,
-    `shares[e]` how many of all tokens go to expert e, the mean over layers.
+    mean over layers, `by_layer` and `by_expert` too; `token_accuracy` counts tokens by the expert
+    that each goes to (with `mean` gates its row's). `confusion[e][f]` is how many rows of expert e
+    all layers together give to f, `shares[e]` how many of all tokens go to expert e, the mean over
+    layers.
     """
 
     out: Path

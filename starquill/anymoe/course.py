@@ -36,32 +36,54 @@ class Lessons:
     def means(self) -> Tensor:
         return self.states.means()
 
-    def scores(self, gates: Gates, rows: Sequence[int], *, pooled: bool) -> Tensor:
-        """`[L, n, E]` of the means of `rows`, or of all their tokens."""
-        return gates.scores(self.means[:, list(rows)] if pooled else self.states.of(rows))
+    def inputs(self, rows: Sequence[int], *, pooled: bool) -> Tensor:
+        """`[L, n, D]`: the means of `rows`, or all their tokens."""
+        return self.means[:, list(rows)] if pooled else self.states.of(rows)
 
-    def loss(self, scores: Tensor, rows: Sequence[int], *, pooled: bool) -> Tensor:
-        """The sum over layers: gates of different layers do not meet, so each learns its own."""
-        if self.costs is not None:
-            each = [c.mean(0, keepdim=True) if pooled else c for c in (self.costs[r] for r in rows)]
-            return _weighed(scores, torch.cat(each))
-        wanted = torch.tensor([self.labels[row] for row in rows])
-        if not pooled:
-            counts = torch.tensor([self.states.lengths[row] for row in rows])
-            wanted = wanted.repeat_interleave(counts)
-        return F.cross_entropy(scores.flatten(0, 1), wanted.repeat(len(scores))) * len(scores)
+    def wanted(self, rows: Sequence[int], *, pooled: bool) -> Wanted:
+        """For what `inputs` gives."""
+        lengths = self.states.lengths
+        if self.costs is None:
+            each = [self.labels[r] for r in rows for _ in range(1 if pooled else lengths[r])]
+            return Wanted(torch.tensor(each), torch.full((len(each),), 1 / len(each)))
+        costs = [self.costs[r] for r in rows]
+        return _weighed(torch.cat([c.mean(0, keepdim=True) if pooled else c for c in costs]))
 
 
-def _weighed(scores: Tensor, costs: Tensor) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """The expert of each input, and what it counts, `[n]` each."""
+
+    experts: Tensor
+    weights: Tensor
+
+    def loss(self, scores: Tensor) -> Tensor:
+        """Cross-entropy of `scores` `[L, E, n]`, the sum over layers: gates of different layers do
+        not meet, so each learns its own.
+        """
+        each = F.cross_entropy(
+            scores, self.experts.expand(len(scores), -1), reduction="none"
+        )  # [L, n]
+        return (each * self.weights).sum()
+
+    def slope(self, scores: Tensor) -> Tensor:
+        """`[L, E, n]`: the gradient of `loss`, (softmax of the scores - what is wanted) · weight.
+
+        torch's autograd comes to the same, several times as slowly: gates are thin.
+        """
+        slope = scores.softmax(1)
+        experts = self.experts.expand(len(scores), 1, -1)
+        slope.scatter_add_(1, experts, slope.new_full((), -1.0).expand(experts.shape))
+        return slope.mul_(self.weights)
+
+
+def _weighed(costs: Tensor) -> Wanted:
     """Each token is a lesson for the expert that is best, and counts by what others cost.
 
     The expected cost itself is no such bowl: gates that are sure too early never leave its rim.
     """
     weight = costs.mean(-1)
-    weight = weight / weight.sum().clamp_min(1e-12)
-    best = costs.argmin(-1).repeat(len(scores))
-    each = F.cross_entropy(scores.flatten(0, 1), best, reduction="none")
-    return (each.view(len(scores), -1) * weight).sum()
+    return Wanted(costs.argmin(-1), weight / weight.sum().clamp_min(1e-12))
 
 
 @dataclass
@@ -81,7 +103,7 @@ class Course:
         """Gates that know nothing: all experts are equally likely, so no seed matters."""
         weight = torch.zeros(len(layers), experts, width, requires_grad=True)
         bias = torch.zeros(len(layers), experts, requires_grad=True)
-        optimizer = torch.optim.AdamW([weight, bias], lr=rate, weight_decay=0.0)
+        optimizer = torch.optim.AdamW([weight, bias], lr=rate, weight_decay=0.0, fused=True)
         return cls(Gates(tuple(layers), weight, bias), optimizer)
 
     def save(self, path: Path) -> None:
@@ -120,6 +142,17 @@ class Course:
         assert self.best_gates is not None
         return self.best_gates
 
+    @torch.no_grad()
+    def _step(self, lessons: Lessons, rows: Sequence[int], *, pooled: bool) -> float:
+        """Learn from `rows`; the loss that they had before."""
+        inputs = lessons.inputs(rows, pooled=pooled)  # [L, n, D]
+        wanted = lessons.wanted(rows, pooled=pooled)
+        scores = self.gates.scores(inputs)
+        slope = wanted.slope(scores)
+        self.gates.weight.grad, self.gates.bias.grad = slope @ inputs, slope.sum(2)
+        self.optimizer.step()
+        return float(wanted.loss(scores))
+
     def _epoch(self, lessons: Lessons, split: Split, config: AnyMoeConfig) -> None:
         pooled = config.gate == "mean"
         # Each epoch has a seed of its own, so that a resumed run sees the same order.
@@ -128,18 +161,13 @@ class Course:
         total = 0.0
         for start in range(0, len(order), config.batch_size):
             rows = order[start : start + config.batch_size]
-            scores = lessons.scores(self.gates, rows, pooled=pooled)
-            loss = lessons.loss(scores, rows, pooled=pooled)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            total += loss.item() * len(rows)
+            total += self._step(lessons, rows, pooled=pooled) * len(rows)
         self.epoch += 1
         count = len(self.gates.layers)
         entry = {"epoch": self.epoch, "loss": total / len(order) / count}
         judged = entry["loss"]
         if split.held_out:
-            found = judge(self.gates, lessons, split.held_out)
+            found = judge(self.gates, lessons, split.held_out, pooled=pooled)
             judged = entry["held_out_loss"] = found.loss_of(pooled)
             entry["accuracy"] = found.accuracy
             entry["token_accuracy"] = found.token_accuracy
@@ -198,22 +226,27 @@ class Judged:
 
 
 @torch.no_grad()
-def judge(gates: Gates, lessons: Lessons, rows: Sequence[int]) -> Judged:
-    """Row by row: a row's expert is that of its mean score, a token's that of its own."""
+def judge(gates: Gates, lessons: Lessons, rows: Sequence[int], *, pooled: bool) -> Judged:
+    """Row by row: a row's expert is that of its mean score, a token's that of its own.
+
+    With `pooled` gates a token's is that of its row.
+    """
     given, together = [], []
     layers, experts = gates.bias.shape
     counts, hits = torch.zeros(layers, experts), torch.zeros(layers)
     row_loss = token_loss = 0.0
     tokens = sum(lessons.states.lengths[row] for row in rows)
     for row in rows:
-        scores = lessons.scores(gates, [row], pooled=False)  # [L, T, E]
-        mean = scores.mean(1, keepdim=True)  # what the mean of the states scores
-        row_loss += float(lessons.loss(mean, [row], pooled=True)) / len(rows)
+        scores = gates.scores(lessons.inputs([row], pooled=False))  # [L, E, T]
+        mean = scores.mean(2, keepdim=True)  # what the mean of the states scores
+        row_loss += float(lessons.wanted([row], pooled=True).loss(mean)) / len(rows)
         share = lessons.states.lengths[row] / tokens
-        token_loss += float(lessons.loss(scores, [row], pooled=False)) * share
-        given.append(mean[:, 0].argmax(-1))
-        together.append(scores.softmax(-1).mean((0, 1)).argmax())
-        chosen = scores.argmax(-1)
+        token_loss += float(lessons.wanted([row], pooled=False).loss(scores)) * share
+        given.append(mean[:, :, 0].argmax(-1))
+        together.append(scores.softmax(1).mean((0, 2)).argmax())
+        chosen = scores.argmax(1)  # [L, T]
+        if pooled:
+            chosen = given[-1][:, None].expand_as(chosen)
         counts += F.one_hot(chosen, experts).sum(1)
         hits += (chosen == lessons.labels[row]).sum(1)
     return Judged(

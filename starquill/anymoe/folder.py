@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from starquill.anymoe.config import AnyMoeConfig
+from starquill.anymoe.config import AnyMoeConfig, Gate
 from starquill.anymoe.experts import MATRICES, Adapted, Base, Expert, Part, plain
 from starquill.anymoe.gates import GATE_FILE, Gates, write_gates
 from starquill.anymoe.states import nothing
@@ -35,6 +35,7 @@ class Mixture:
     gates: Gates
     top_k: int
     delta: bool
+    gate: str = "token"
 
     @property
     def names(self) -> list[str]:
@@ -51,6 +52,7 @@ class Mixture:
             "num_experts_per_tok": self.top_k,
             "norm_topk_prob": True,
             "gate_bias": True,
+            "gate_type": self.gate,
             "mlp_only_layers": [
                 n for n in range(self.base.config.num_hidden_layers) if n not in chosen
             ],
@@ -175,6 +177,7 @@ def write_reference(mixture: Mixture, folder: Path) -> None:
         "layers": list(mixture.gates.layers),
         "top_k": mixture.top_k,
         "lora_experts": "delta" if mixture.delta else "merge",
+        "gate": mixture.gate,
     }
     text = json.dumps(value, indent=2, ensure_ascii=False)
     (folder / REFERENCE).write_text(f"{text}\n", encoding="utf-8")
@@ -204,10 +207,17 @@ def read_reference(folder: Path) -> Reference:
             "layers": list(layers),
             "top_k": int(top_k),
             "lora_experts": "merge" | "delta" as lora_experts,
-        } if all(isinstance(place, str) for place in experts.values()) and all(
-            isinstance(layer, int) for layer in layers
+        } if (
+            raw.get("gate", "token") in get_args(Gate)
+            and all(isinstance(place, str) for place in experts.values())
+            and all(isinstance(layer, int) for layer in layers)
         ):
-            config = AnyMoeConfig(layers=layers, top_k=top_k, lora_experts=lora_experts)
+            config = AnyMoeConfig(
+                layers=layers,
+                top_k=top_k,
+                lora_experts=lora_experts,
+                gate=raw.get("gate", "token"),  # older ones choose for every token
+            )
             return Reference(base, experts, config)
     raise CheckpointError(
         f"{folder / REFERENCE} is damaged (expected base, experts, layers, top_k, lora_experts)"

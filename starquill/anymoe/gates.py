@@ -27,8 +27,8 @@ class Gates:
     bias: Tensor  # [L, E]
 
     def scores(self, x: Tensor) -> Tensor:
-        """`[L, N, D] -> [L, N, E]`."""
-        return torch.baddbmm(self.bias[:, None], x, self.weight.transpose(1, 2))
+        """`[L, N, D] -> [L, E, N]`: few experts in the last place would make what follows slow."""
+        return torch.baddbmm(self.bias[:, :, None], self.weight, x.transpose(1, 2))
 
 
 def write_gates(gates: Gates, path: Path) -> None:

@@ -82,7 +82,9 @@ def train(
         assert course.best_gates is not None
         sources = {name: str(place) for name, place in experts.items()}
         delta = config.lora_experts == "delta"
-        mixture = Mixture(opened, found, sources, course.best_gates, config.top_k, delta)
+        mixture = Mixture(
+            opened, found, sources, course.best_gates, config.top_k, delta, config.gate
+        )
         report = _report(out, mixture, course, lessons, split)
         with new_folder(out) as folder:
             _write(mixture, folder, config.bundle, on_progress)
@@ -137,7 +139,8 @@ def write(
         check_delta(found)
     sources = {name: str(place) for name, place in experts.items()}
     with new_folder(out) as folder:
-        write_mixture(Mixture(base, found, sources, gates, config.top_k, delta), folder)
+        mixture = Mixture(base, found, sources, gates, config.top_k, delta, config.gate)
+        write_mixture(mixture, folder)
     return out
 
 
@@ -297,7 +300,7 @@ def _report(
 ) -> TrainReport:
     assert course.best_gates is not None
     rows = split.held_out or split.training
-    found = judge(course.best_gates, lessons, rows)
+    found = judge(course.best_gates, lessons, rows, pooled=mixture.gate == "mean")
     experts = len(mixture.experts)
     warnings = _warn(mixture.experts)
     if not split.held_out:

@@ -63,7 +63,8 @@ class Settings:
     batch_size: Annotated[int, typer.Option(help="Rows of a step.")] = 4
     seed: Annotated[int, typer.Option(help="Seed, for the same gates every time.")] = 0
     gate: Annotated[
-        str, typer.Option(help="Learn from every token (token), or from a row's mean (mean).")
+        str,
+        typer.Option(help="Choose for every token (token), or by the mean over a prompt (mean)."),
     ] = "token"
     objective: Annotated[
         str, typer.Option(help="Learn from labels (label), or from what each predicts (lm).")
@@ -121,6 +122,9 @@ def join(
     gates: Annotated[Path, typer.Option(help="What --no-bundle wrote, or a gate.safetensors.")],
     out: Annotated[Path, typer.Option(help="The new folder; must not exist.")],
     members: Members = Members(),
+    gate: Annotated[
+        str, typer.Option(help="How a gate.safetensors chooses: for every token, or by the mean.")
+    ] = "token",
 ) -> int:
     """Write the model that gates belong to, trained here or by mistral.rs."""
     experts = members.experts()
@@ -130,7 +134,8 @@ def join(
     config = AnyMoeConfig(
         layers=None if members.layers is None else read_layers(members.layers),
         top_k=members.top_k,
-        lora_experts=members.lora_experts,  # type: ignore[arg-type]  # join checks it
+        lora_experts=members.lora_experts,  # type: ignore[arg-type]  # join checks these
+        gate=gate,  # type: ignore[arg-type]
     )
     print(join_gates(gates, out, members.base, experts, config))
     return 0

@@ -227,6 +227,9 @@ def _decodes(loaded: LoadedModel, case: Case, lease: Lease | None) -> Iterator[C
     if case.depth:
         for place in places:
             runner.prefill(place, _random_ids(loaded, case.depth), _mix(loaded, lease, 1))
+    elif loaded.config.pools:  # some prompt must choose the experts
+        for place in places:
+            runner.prefill(place, _random_ids(loaded, 1), _mix(loaded, lease, 1))
     steps = [_random_ids(loaded, case.batch) for _ in range(case.tokens)]
 
     def decode() -> None:

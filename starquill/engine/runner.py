@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from starquill.engine.loaded import LoadedModel
+from starquill.engine.pooling import Pooling, pool_prompt, to_the_end
 from starquill.errors import NumericsError
 from starquill.kernels.native import is_finite
 from starquill.models.spec import StepBatch
 from starquill.nn.cache import Follower, KvCache, Place
 from starquill.nn.lora import AdapterMix
+from starquill.nn.router import Routes
 
 PREFILL_CHUNK = 512
 
@@ -36,9 +38,15 @@ class Runner:
         followers = [Follower(stage.open(blocks)) for stage in loaded.stages]
         self.cache = KvCache(shape, loaded.dtype, blocks, devices=devices, followers=followers)
 
+    def pool(self, place: Place, ids: Sequence[int], mix: AdapterMix | None = None) -> Pooling:
+        """As `advance`, for a model that pools: a whole prompt, in small pieces of work."""
+        prompt = StepBatch.after(place, torch.tensor([ids]), self.cache, mix)
+        return pool_prompt(self.loaded.model, place, prompt, self.prefill_chunk)
+
     @torch.inference_mode()
     def advance(self, place: Place, ids: Sequence[int], mix: AdapterMix | None = None) -> Tensor:
         """Append `ids` to a sequence in one pass; hidden states `[T, D]`."""
+        assert place.routes is not None or not self.loaded.config.pools, "its prompt comes first"
         batch = StepBatch.after(place, torch.tensor([ids]), self.cache, mix)
         hidden: Tensor = self.loaded.model.hidden(batch)  # [1, T, D]
         place.length += len(ids)
@@ -46,9 +54,9 @@ class Runner:
 
     def prefill(self, place: Place, ids: Sequence[int], mix: AdapterMix | None = None) -> Tensor:
         """Append `ids` to a sequence, chunk by chunk; logits `[V]` after the last of them."""
-        for start in range(0, len(ids), self.prefill_chunk):
-            hidden = self.advance(place, ids[start : start + self.prefill_chunk], mix)
-        logits = self.logits(hidden[-1:], mix)[0]
+        for hidden in self._pieces(place, ids, mix):
+            last = hidden[-1:]
+        logits = self.logits(last, mix)[0]
         self.check(logits)
         return logits
 
@@ -56,9 +64,16 @@ class Runner:
         self, place: Place, ids: Sequence[int], mix: AdapterMix | None = None
     ) -> Iterator[Tensor]:
         """Append `ids` to a sequence; logits `[t, V]` after each of them, chunk by chunk."""
-        for start in range(0, len(ids), self.prefill_chunk):
-            hidden = self.advance(place, ids[start : start + self.prefill_chunk], mix)
+        for hidden in self._pieces(place, ids, mix):
             yield self.all_logits(hidden, mix)
+
+    def _pieces(self, place: Place, ids: Sequence[int], mix: AdapterMix | None) -> Iterator[Tensor]:
+        """Append `ids` to a sequence; hidden states `[t, D]`, chunk by chunk."""
+        if self.loaded.config.pools and place.routes is None:
+            yield from to_the_end(self.pool(place, ids, mix)).split(self.prefill_chunk)
+            return
+        for start in range(0, len(ids), self.prefill_chunk):
+            yield self.advance(place, ids[start : start + self.prefill_chunk], mix)
 
     @torch.inference_mode()
     def all_logits(self, hidden: Tensor, mix: AdapterMix | None = None) -> Tensor:
@@ -115,6 +130,7 @@ class Runner:
             torch.tensor([place.span for place, _ in rows]),
             self.cache,
             mix,
+            _routes(places, ids) if self.loaded.config.pools else None,
         )
         hidden: Tensor = self.loaded.model.hidden(batch)  # [N, 1, D]
         return hidden[:, 0]
@@ -138,3 +154,11 @@ class Runner:
             raise NumericsError(
                 f"{self.loaded.name} computed logits that are not finite in {dtype}; {remedy}"
             )
+
+
+def _routes(places: Sequence[Place], ids: Sequence[Sequence[int]]) -> Routes:
+    """`[N, layers, A]`: of each token's sequence, as its prompt has chosen them."""
+    rows = [place.routes for place, new in zip(places, ids, strict=True) for _ in new]
+    chosen = [routes for routes in rows if routes is not None]
+    assert len(chosen) == len(rows), "a prompt comes first"
+    return Routes.of_rows(chosen)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.lookup import PromptLookup
+from starquill.engine.pooling import Pooling
 from starquill.engine.seat import Seat
 from starquill.engine.sequence import Sequence
 from starquill.engine.xlora import Scalings
@@ -30,7 +31,8 @@ def peak_memory_bytes() -> int | None:
 class Running:
     """What the engine keeps of a request: its text so far, its blocks, its counts.
 
-    `need` is the blocks of the cache that it may come to hold. `seat` is None until its prompt's
+    `need` is the blocks of the cache that it may come to hold, `pooling` what is left to compute of
+    a prompt that chooses its experts. `seat` is None until its prompt's
     turn comes. `lease` holds on to its adapters until it ends. `scalings` are an X-LoRA's, which
     stay to be read.
     """
@@ -44,6 +46,7 @@ class Running:
         self.deliver = deliver
         self.need = 0
         self.seat: Seat | None = None
+        self.pooling: Pooling | None = None
         self.scalings: Scalings | None = None
         self.lookup: PromptLookup | None = None
         self.prompt_logprobs: list[Logprobs | None] = [None]
@@ -53,6 +56,7 @@ class Running:
 
     def end(self, *, keep: bool = True) -> None:
         """Give back what it holds; not `keep` what is in its blocks where that is unsound."""
+        self.pooling = None
         if self.seat is not None:
             self.seat.leave(keep=keep)
             self.seat = None

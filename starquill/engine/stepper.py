@@ -74,6 +74,8 @@ class Stepper:
         shape = self._loaded.config.cache_shape()
         chunk = max(self._options.prefill_chunk + 1, self._options.lookup + 1)
         passes = 1 if self._loaded.xlora is None else 2
+        if self._loaded.config.pools:
+            chunk = span  # a layer needs its whole prompt at once
         return passes * (shape.most_blocks(span, chunk) + 1)
 
     def _block_count(self) -> int:
@@ -154,6 +156,8 @@ class Stepper:
                 return self._leave(running)
             running.seat = self._seat_for(running)
         seat = running.seat
+        if self._loaded.config.pools:
+            return self._pool_piece(running, seat)
         rest = prompt[seat.place.length :]
         # A piece of one token would be computed as written ones are, not as the rest of a prompt.
         ids = (
@@ -174,11 +178,33 @@ class Stepper:
         if running.scalings is not None:
             running.scalings.settle(seat.place.length, ids)
         if len(ids) == len(rest):
-            self._counts["prompt"] += len(prompt)
             self._begin_to_write(running, hidden, mix)
         return None
 
+    def _pool_piece(self, running: Running, seat: Seat) -> None:
+        """As much of a prompt that chooses its experts as a piece of another would be."""
+        prompt = running.request.prompt_ids
+        mix = self._loaded.adapters.mix_of([running.lease], [1])
+        if running.pooling is None:
+            seat.make_room(len(prompt))
+            running.pooling = self._runner.pool(seat.place, prompt, mix)
+        try:
+            for _ in range(2 * self._loaded.config.num_hidden_layers):
+                next(running.pooling)
+        except StopIteration as ended:
+            hidden: Tensor = ended.value
+        else:
+            return
+        running.pooling = None
+        if running.request.prompt_logprobs is not None:
+            chunk = self._options.prefill_chunk
+            for start, piece in zip(range(0, len(prompt), chunk), hidden.split(chunk), strict=True):
+                self._score(running, self._runner.all_logits(piece, mix), prompt[start:])
+        seat.record(prompt)
+        self._begin_to_write(running, hidden, mix)
+
     def _begin_to_write(self, running: Running, hidden: Tensor, mix: AdapterMix | None) -> None:
+        self._counts["prompt"] += len(running.request.prompt_ids)
         if running.request.params.max_tokens == 0:
             self._give(running, running.sequence.finish("length"))
         else:
@@ -195,7 +221,9 @@ class Stepper:
     def _seat_for(self, running: Running) -> Seat:
         """With what the cache holds of the prompt, but for two tokens: see `_fill_piece`."""
         request = running.request
-        shared = self._options.prefix_cache and self._xlora is None
+        # Keys are of the experts that a whole prompt chose, or of adapters that it weighed.
+        own = self._xlora is not None or self._loaded.config.pools
+        shared = self._options.prefix_cache and not own
         span = running.sequence.span
         adapters = () if running.lease is None else running.lease.key
         # What keys and values depend on besides the tokens.

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from starquill.models.spec import ModelConfig, StepBatch
 from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.attention import AttentionStep
+from starquill.nn.experts import PooledMlp
 from starquill.nn.linear import Embedding, Linear
 from starquill.nn.lora import AdapterMix
 from starquill.nn.norm import LayerNorm, RMSNorm
 from starquill.nn.residual import residual
 from starquill.nn.rope import RopeConfig, rope_table
-from starquill.nn.route import ONE_DEVICE, OneDevice, Route
+from starquill.nn.route import ONE_DEVICE, Half, OneDevice, Route
 from starquill.nn.stages import StagedRoute
 
 Norm = type[LayerNorm] | type[RMSNorm]
@@ -50,6 +51,7 @@ class MlpConfig(Protocol):
 
 
 C = TypeVar("C", bound=CausalConfig)
+T = TypeVar("T")
 Make = Callable[[C, int], nn.Module]  # a layer's attention or MLP, by its number
 
 
@@ -74,8 +76,18 @@ class DecoderLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norms
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        x = residual(x, self.self_attn(self.input_layernorm(x, step.mix), step))
-        return residual(x, self.mlp(self.post_attention_layernorm(x, step.mix), step.mix))
+        return self.feed(self.attend(x, step), step)
+
+    def attend(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """The first half: past attention."""
+        return residual(x, self.self_attn(self.input_layernorm(x, step.mix), step))
+
+    def feed(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """The second half: past the MLP."""
+        given = self.post_attention_layernorm(x, step.mix)
+        if isinstance(self.mlp, PooledMlp):
+            return residual(x, self.mlp(given, step.mix, step.routes))
+        return residual(x, self.mlp(given, step.mix))
 
 
 class Decoder(nn.Module):
@@ -114,7 +126,12 @@ class CausalLM(nn.Module):
         """What all layers on the device of `layer` share; plans the cache."""
         cos, sin = rope_table(self.config.rope, batch.positions, batch.spans)
         plan = batch.cache.plan(batch.tables, batch.positions, layer)
-        return AttentionStep(cos, sin, batch.cache, plan, batch.mix)
+        return AttentionStep(cos, sin, batch.cache, plan, batch.mix, batch.routes)
+
+    def layer(self, number: int, half: Half[T], x: Tensor, batch: StepBatch) -> T:
+        """A part of one layer alone, on that layer's device, as `DecoderLayer.attend`."""
+        assert not isinstance(self.route, StagedRoute), "loading refuses stages of such a model"
+        return self.route.one(number, half, x, partial(self.step, batch))
 
     def finish(self, x: Tensor, mix: AdapterMix | None = None) -> Tensor:
         """`[B, T, D]` from the last layer to what `logits` takes."""

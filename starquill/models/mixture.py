@@ -52,6 +52,7 @@ class MixtureConfig:
     clip_qkv: float | None = None
     jitter: float = 0.0
     expert_rank: int | None = None
+    pools: bool = False
 
     @property
     def hidden_size(self) -> int:

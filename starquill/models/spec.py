@@ -14,6 +14,7 @@ from torch import Tensor
 from starquill.nn.cache import CacheShape, KvCache, Place
 from starquill.nn.lora import AdapterMix
 from starquill.nn.route import OneDevice, Route
+from starquill.nn.router import Routes
 from starquill.nn.stages import StagedRoute
 
 
@@ -40,6 +41,11 @@ class ModelConfig(Protocol):
     @property
     def context_length(self) -> int: ...
 
+    @property
+    def pools(self) -> bool:
+        """Whether experts are chosen once for a sequence, by the mean over its prompt."""
+        ...
+
     def cache_shape(self) -> CacheShape: ...
 
     def turning(self, span: int) -> int:
@@ -53,7 +59,8 @@ class StepBatch:
 
     `ids`, `positions` `[B, T]`; `tables` `[B, W]` names the blocks of each row's sequence in
     `cache`; `spans` `[B]` is the length that it may reach (only dynamic rope reads it). `mix` says
-    which adapters act on which row; None for the base model.
+    which adapters act on which row; None for the base model. `routes` `[B, layers, A]` are the
+    experts of each row's sequence, where its prompt has chosen them for good.
     """
 
     ids: Tensor
@@ -62,6 +69,7 @@ class StepBatch:
     spans: Tensor
     cache: KvCache
     mix: AdapterMix | None = None
+    routes: Routes | None = None
 
     @classmethod
     def after(
@@ -71,7 +79,8 @@ class StepBatch:
         place.check_room(ids.shape[1])
         positions = torch.arange(place.length, place.length + ids.shape[1])[None]
         spans = torch.tensor([place.span])
-        return cls(ids, positions, torch.from_numpy(place.table)[None], spans, cache, mix)
+        routes = None if place.routes is None else Routes.of_rows([place.routes])
+        return cls(ids, positions, torch.from_numpy(place.table)[None], spans, cache, mix, routes)
 
 
 class ModelParts(Protocol):

@@ -75,6 +75,10 @@ class Starcoder2Config:
         return config
 
     @property
+    def pools(self) -> bool:
+        return False
+
+    @property
     def context_length(self) -> int:
         return reach(self.rope, self.max_position_embeddings)
 

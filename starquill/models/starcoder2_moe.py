@@ -5,6 +5,8 @@ if it is missing), `gate_bias` (false if it is missing) and `mlp_only_layers`, w
 An expert is an MLP: `model.layers.N.mlp.experts.E.c_fc.weight`, chosen by `mlp.gate`. With
 `expert_rank` all experts share one, `mlp.experts.c_fc.base`, of which expert 0 is nothing else;
 to what it computes each other adds its LoRA, `mlp.experts.c_fc.a.weight` and `b.weight`.
+`gate_type` is `token` (if it is missing), or `mean` for gates that choose once for a sequence, by
+the mean over its prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from starquill.models.config import MOST_LAYERS, ConfigReader
 from starquill.models.decoder import Attention
 from starquill.models.mixture import Defaults, MixtureConfig, read_mixture
 from starquill.models.spec import ArchSpec, ExpertNames
-from starquill.nn.experts import DeltaExperts, PlainExperts, SparseMlp
+from starquill.nn.experts import DeltaExperts, PlainExperts, PooledMlp, SparseMlp
 from starquill.nn.linear import Linear
 from starquill.nn.norm import LayerNorm
 from starquill.nn.router import top_of_softmax
@@ -40,6 +42,7 @@ def read_config(raw: Mapping[str, Any]) -> MixtureConfig:
             "gate_bias": reader.boolean("gate_bias", False),
             "dense": frozenset(reader.whole_numbers("mlp_only_layers", MOST_LAYERS)),
             "expert_rank": reader.positive_int("expert_rank", None),
+            "pools": reader.choice("gate_type", ("token", "mean"), "token") == "mean",
         }
 
     return read_mixture(reader, DEFAULTS, more)
@@ -52,7 +55,8 @@ def _mlp(config: MixtureConfig, layer: int) -> nn.Module:
     gate = Linear(config.hidden_size, config.num_experts, config.gate_bias)
     shape, rank = config.expert_shape(config.use_bias), config.expert_rank
     experts = PlainExperts(shape) if rank is None else DeltaExperts(shape, rank)
-    return SparseMlp(gate, experts, route)
+    mlp = SparseMlp(gate, experts, route)
+    return PooledMlp(mlp, layer) if config.pools else mlp
 
 
 def model(config: MixtureConfig) -> CausalLM:

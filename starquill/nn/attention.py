@@ -13,17 +13,22 @@ from starquill.kernels.attention import attend_many, attend_one, store
 from starquill.nn.cache import CacheStep, KvCache
 from starquill.nn.lora import AdapterMix
 from starquill.nn.rope import rotate
+from starquill.nn.router import Routes
 
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """What every layer shares in one forward pass. `mix` says which adapters act on which row."""
+    """What every layer shares in one forward pass. `mix` says which adapters act on which row.
+
+    `routes` `[B, layers, A]` are the experts of rows whose sequences have chosen them for good.
+    """
 
     cos: Tensor  # [B, 1, T, Dh] float32
     sin: Tensor
     cache: KvCache
     plan: CacheStep
     mix: AdapterMix | None = None
+    routes: Routes | None = None
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, layer: int, step: AttentionStep) -> Tensor:

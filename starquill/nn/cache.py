@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from starquill.kernels.attention import BLOCK, Paged, attends
+from starquill.nn.router import Routes
 
 _ALIGNED = 64  # a cache line, and the widest vector
 
@@ -47,11 +48,13 @@ class Place:
     """Where one sequence's keys and values lie; only a runner changes `length`.
 
     `table` int64 names its blocks, 0 for those that it needs no more or does not have yet. `span`
-    is the length that it may reach, which must not change while it has any.
+    is the length that it may reach, which must not change while it has any. `routes`
+    `[layers, A]` are its experts in every layer, where its prompt has chosen them for good.
     """
 
     span: int
     length: int = 0
+    routes: Routes | None = None
     table: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -207,6 +207,43 @@ class SparseMlp(nn.Module):
     def forward(self, x: Tensor, mix: AdapterMix | None) -> Tensor:
         routes = self.route(self.gate(x, mix))
         return mixed(x, routes, self.gate.weight.shape[0], self.experts, mix)
+
+
+class PooledMlp(nn.Module):
+    """A mixture whose gate chooses once for a sequence, by the mean of its prompt's tokens.
+
+    `layer` is its number in the model. Parts are those of `SparseMlp`, under the same names.
+    """
+
+    def __init__(self, inner: SparseMlp, layer: int) -> None:
+        super().__init__()
+        self.gate = inner.gate
+        self.experts = inner.experts
+        self.route = inner.route
+        self.layer = layer
+
+    def choose(self, mean: Tensor, mix: AdapterMix | None) -> Routes:
+        """`[B, D] -> [B, A]`; each row comes out the same in any company."""
+        routes = self.route(self.gate(mean[:, None], mix))
+        return Routes(routes.experts[:, 0], routes.weights[:, 0])
+
+    def forward(self, x: Tensor, mix: AdapterMix | None, routes: Routes | None = None) -> Tensor:
+        """`[B, T, D] -> [B, T, D]`. Without `routes` the rows are whole prompts, and choose."""
+        if routes is None:
+            found = self.choose(mean_of(x.shape[1], [x]).to(x.dtype), mix)
+            routes = Routes(found.experts[:, None], found.weights[:, None]).of_layer(0, x)
+        else:
+            routes = routes.of_layer(self.layer, x)
+        return mixed(x, routes, self.gate.weight.shape[0], self.experts)
+
+
+def mean_of(tokens: int, pieces: Iterable[Tensor]) -> Tensor:
+    """`[B, D]` float32: the mean over all `tokens` of `pieces` `[B, t, D]`.
+
+    Summed in float64, so that it hardly matters how they were cut.
+    """
+    total: Tensor = sum(piece.double().sum(1) for piece in pieces)  # type: ignore[assignment]
+    return (total / tokens).float()
 
 
 def mixed(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,6 +20,8 @@ EMBED, HEAD = "embed", "head"
 # What all layers on the device of a layer share.
 MakeStep = Callable[[int], AttentionStep]
 Move = Callable[[Tensor, str], Tensor]
+T = TypeVar("T")
+Half = Callable[[Tensor, AttentionStep], T]  # part of a layer's work
 
 
 class Rows(Protocol):
@@ -78,6 +80,17 @@ class Route:
         """No layer is in another process."""
         return x
 
+    def one(self, layer: int, half: Half[T], x: Tensor, make_step: MakeStep) -> T:
+        """A part of one layer alone; what it makes stays on that layer's device."""
+        device = self.layers[layer]
+        if self.disk is not None:
+            self.disk.use(layer)
+        return half(self.move(x, device), self._on(device, make_step(layer)))
+
+    def to_end(self, x: Tensor) -> Tensor:
+        """From the last layer's device to the final norm's."""
+        return self.move(x, self.head)
+
     def _on(self, device: str, step: AttentionStep) -> AttentionStep:
         """The cache has planned for its layers' device already."""
         if device == "cpu":
@@ -105,6 +118,12 @@ class OneDevice:
         return x
 
     def beyond(self, x: Tensor, _: Rows) -> Tensor:
+        return x
+
+    def one(self, layer: int, half: Half[T], x: Tensor, make_step: MakeStep) -> T:
+        return half(x, make_step(layer))
+
+    def to_end(self, x: Tensor) -> Tensor:
         return x
 
     def to_embedding(self, ids: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,26 @@ class Routes:
 
     experts: Tensor  # int64
     weights: Tensor  # float32
+
+    @classmethod
+    def none_yet(cls, layers: int, top: int) -> Routes:
+        """Room for what a sequence chooses in each of `layers`: `[layers, A]`."""
+        experts = torch.zeros(layers, top, dtype=torch.int64)
+        return cls(experts, torch.zeros(layers, top))
+
+    @classmethod
+    def of_rows(cls, each: Sequence[Routes]) -> Routes:
+        """Of the sequence of each row: `[B, layers, A]`."""
+        return cls(torch.stack([r.experts for r in each]), torch.stack([r.weights for r in each]))
+
+    def of_layer(self, layer: int, like: Tensor) -> Routes:
+        """`[B, layers, A] -> [B, T, A]`, the same for all tokens of a row of `like` `[B, T, D]`."""
+        shape = (-1, like.shape[1], -1)
+        experts, weights = (
+            part[:, layer, None].expand(shape).to(like.device)
+            for part in (self.experts, self.weights)
+        )
+        return Routes(experts, weights)
 
 
 Router = Callable[[Tensor], Routes]

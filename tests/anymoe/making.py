@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from starquill.anymoe.gates import Gates
@@ -49,8 +50,6 @@ def spliced(
 
 def lora(folder: Path, seed: int, layers: int = 3, rank: int = 4, extra: bool = False) -> Path:
     """A PEFT folder for every MLP matrix, and with `extra` for q_proj."""
-    from safetensors.torch import save_file
-
     generator = torch.Generator().manual_seed(seed)
     shapes = {"mlp.c_fc": (256, 64), "mlp.c_proj": (64, 256)}
     shapes |= {"self_attn.q_proj": (64, 64)} if extra else {}
@@ -73,10 +72,18 @@ def lora(folder: Path, seed: int, layers: int = 3, rank: int = 4, extra: bool = 
     return folder
 
 
+def only(name: str, folder: Path, seed: int) -> Path:
+    """A PEFT folder for one matrix of every layer: q_proj, c_fc or c_proj."""
+    lora(folder, seed, extra=True)
+    path = folder / "adapter_model.safetensors"
+    save_file({n: t * 2 for n, t in load_file(path).items() if f".{name}." in n}, path)
+    raw = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**raw, "target_modules": [name]}))
+    return folder
+
+
 def with_lora(state: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """What the LoRA's definition makes of the MLPs: W + alpha/r · B A."""
-    from safetensors.torch import load_file
-
     tensors, found = load_file(folder / "adapter_model.safetensors"), dict(state)
     for name, a in tensors.items():
         if ".mlp." in name and name.endswith("lora_A.weight"):

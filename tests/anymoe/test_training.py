@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from starquill.anymoe import AnyMoeConfig, TrainProgress, TrainReport, join, read_layers, train
-from starquill.anymoe.gates import GATE_FILE, read_gates, write_gates
+from starquill.anymoe.course import Lessons
+from starquill.anymoe.gates import GATE_FILE, Gates, read_gates, write_gates
 from starquill.anymoe.rows import read_rows, split_rows
+from starquill.anymoe.states import States
 from starquill.cli.app import main
 from starquill.engine.engine import Engine
 from starquill.errors import BadRequestError, CheckpointError, StarquillError
@@ -101,6 +103,29 @@ def read_history(report: TrainReport) -> list[dict[str, str]]:
 
     with (report.out / "anymoe-loss.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("objective", ["label", "lm"])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_slope_is_autograds(objective: str, pooled: bool) -> None:
+    """And the loss torch's cross-entropy, each token weighted."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, labels = (5, 2, 9), [2, 0, 1]
+    hidden = torch.randn(4, sum(lengths), 8, generator=generator).half().numpy()
+    costs = [torch.rand(n, 3, generator=generator) for n in lengths]
+    lessons = Lessons(States(hidden, lengths), labels, costs if objective == "lm" else None, 3)
+    wanted = lessons.wanted([2, 0], pooled=pooled)
+    inputs = lessons.inputs([2, 0], pooled=pooled)
+    weight = torch.randn(4, 3, 8, generator=generator, requires_grad=True)
+    scores = Gates((0, 1, 2, 3), weight, torch.zeros(4, 3)).scores(inputs)
+    each = [
+        torch.nn.functional.cross_entropy(row.T, wanted.experts, reduction="none") for row in scores
+    ]
+    loss = (torch.stack(each) * wanted.weights).sum()
+    assert wanted.loss(scores).item() == pytest.approx(loss.item(), rel=1e-5)
+    assert float(wanted.weights.sum()) == pytest.approx(1)
+    (expected,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(wanted.slope(scores.detach()) @ inputs, expected)
 
 
 def test_same_seed_same_gates(given: Given) -> None:
@@ -354,17 +379,9 @@ def test_command_line(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
 def test_attention_adapters_by_request_act_on_a_mixture(given: Given) -> None:
     report = given.train(config=replace(FAST, epochs=2))
     loaded = load(report.out)
-    folder = given.folder / "attention"
-    making.lora(folder, 5, extra=True)
-    tensors = load_file(folder / "adapter_model.safetensors")
-    save_file(
-        {n: t for n, t in tensors.items() if "q_proj" in n}, folder / "adapter_model.safetensors"
-    )
-    raw = json.loads((folder / "adapter_config.json").read_text())
-    tiny.write_json(folder / "adapter_config.json", {**raw, "target_modules": ["q_proj"]})
     from tests.adapters.making import logits
 
-    loaded.adapters.load("q", folder)
+    loaded.adapters.load("q", making.only("q_proj", given.folder / "attention", 5))
     assert not torch.allclose(logits(loaded), logits(loaded, loaded.adapters, {"q": 1.0}))
 
 
