@@ -289,8 +289,10 @@ def _mixtures(layer: nn.Module) -> list[GatedExperts | PlainExperts]:
 
 
 def _dense_tensors(layer: nn.Module) -> Iterator[Tensor]:
+    """All that every token may read: not what is fetched expert by expert."""
+    fetched = {module for mixture in _mixtures(layer) for module in mixture.modules()}
     for module in layer.modules():
-        if isinstance(module, Linear | Embedding):
+        if isinstance(module, _HOLDERS) and module not in fetched:
             yield from tensors_of(module.weight)
 
 

@@ -370,7 +370,7 @@ def check_base_weight(path: str, part: AdapterPart, base: BaseModules, problems:
     if not base.is_here(path):
         return  # who has it compares it
     dense = own.scheme in ("float32", "float16", "bfloat16")
-    off = torch.linalg.norm(own.dequantize().float() - part.base_weight.float())
+    off = torch.linalg.norm(own.dequantize().cpu().float() - part.base_weight.float())
     size = torch.linalg.norm(part.base_weight.float())
     problems.require(
         bool(off <= (2**-7 if dense else 0.5) * size),

@@ -78,7 +78,7 @@ class XLora:
         Single tokens of several sequences are rows of one token: each comes out the same in any
         company.
         """
-        x = hidden.float()
+        x = hidden.cpu().float()  # as a mix is
         for weight, bias in self.head[:-1]:
             x = weight.matmul(x, bias)
             x = x.relu() if self.config.relu else x

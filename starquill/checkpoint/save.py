@@ -20,6 +20,11 @@ from starquill.checkpoint.source import INDEX
 from starquill.errors import BadRequestError
 from starquill.quant.affine import AffineWeight
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 SHARD_BYTES = 1 << 30
 # What belongs to a model beside config and weights, copied as it is.
 COMPANIONS = (
@@ -39,12 +44,15 @@ COMPANIONS = (
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder that becomes `out` when all went well, and vanishes when not.
 
+    What a process left that was killed at it goes when the same `out` is written again.
     Raises BadRequestError when `out` exists and is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadRequestError(f"{out} exists already; name a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    _clear_left(out)
+    scratch = Path(tempfile.mkdtemp(prefix=_unfinished(out), dir=out.parent))
+    held = _hold(scratch)
     try:
         yield scratch
         for path in scratch.iterdir():
@@ -57,6 +65,38 @@ def new_folder(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _unfinished(out: Path) -> str:
+    return f".{out.name}.unfinished-"
+
+
+def _clear_left(out: Path) -> None:
+    for left in out.parent.iterdir():
+        if left.name.startswith(_unfinished(out)) and left.is_dir() and not left.is_symlink():
+            held = _hold(left)
+            if held is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(held)
+
+
+def _hold(folder: Path) -> int | None:
+    """A lock that goes with its process; None where another has it, or there are none."""
+    if fcntl is None:
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _sync(path: Path) -> None:

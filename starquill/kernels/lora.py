@@ -45,7 +45,9 @@ class LoraTerm:
 def takes(x: Tensor, terms: Iterable[LoraTerm]) -> bool:
     """Whether the native kernel can add `terms`: everything is on the CPU."""
     return serves(x) and all(
-        part is None or serves(part) for term in terms for part in (term.a, term.b, term.weights)
+        part is None or serves(part)
+        for term in terms
+        for part in (term.a, term.b, term.gain, term.shift, term.weights)
     )
 
 

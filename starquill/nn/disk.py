@@ -12,8 +12,9 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
@@ -27,6 +28,8 @@ _POPULATE_READ = 22 if sys.platform == "linux" else None
 _AHEAD = 2  # parts that are read before they are needed, where there is room
 _LOOKED_UP = 16 << 20  # bytes of an embedding that may gather before they are let go
 _ROW_PAGES = 6  # a row's integers, scales and biases, each perhaps over a page's edge
+_PIECE = 16 << 20  # bytes that are announced at a time
+_REQUEST = 1 << 20  # bytes; the system cuts off what is announced beyond its own limit
 
 
 def _libc() -> ctypes.CDLL | None:
@@ -54,9 +57,16 @@ class Extent:
     def nbytes(self) -> int:
         return len(self.data)
 
+    def pieces(self) -> Iterator[Extent]:
+        """In the file's order, each of no more than some megabytes."""
+        for at in range(0, self.nbytes, _PIECE):
+            data = self.data[at : at + _PIECE]
+            yield Extent(self.path, data, self.file, self.start + at)
+
     def announce(self) -> None:
         """Let the system begin to read; returns at once."""
-        self._advise(_WILLNEED)
+        for at in range(0, self.nbytes, _REQUEST):
+            self._advise(_WILLNEED, at, min(_REQUEST, self.nbytes - at))
 
     def read(self) -> None:
         """Have all of it in memory. Raises CheckpointError where the disk fails."""
@@ -68,7 +78,8 @@ class Extent:
             for at in range(0, self.nbytes, 8 << 20):
                 if hasattr(os, "pread"):
                     count = min(8 << 20, self.nbytes - at)
-                    os.pread(self.file, count, self.start + at)
+                    if len(os.pread(self.file, count, self.start + at)) < count:
+                        raise CheckpointError(f"{self.path} became shorter while in use")
                 self.data[at : at + (8 << 20) : PAGE].sum()
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
@@ -83,10 +94,25 @@ class Extent:
         """It is read here and there: nothing is to be read around it."""
         self._advise(_RANDOM)
 
-    def _advise(self, advice: int) -> bool:
+    def _advise(self, advice: int, at: int = 0, count: int | None = None) -> bool:
         if _LIBC is None or not self.nbytes:
             return False
-        return _LIBC.madvise(self.data.ctypes.data, self.nbytes, advice) == 0
+        count = self.nbytes if count is None else count
+        return _LIBC.madvise(self.data.ctypes.data + at, count, advice) == 0
+
+
+def reads_far_ahead(file: int) -> bool:
+    """Whether the system keeps the disk busy by itself when an open file is read in its order.
+
+    Linux tells how far it reads ahead; announcing besides costs more there than it brings, since
+    what is announced comes in single pages and not in large ones.
+    """
+    try:
+        device = os.fstat(file).st_dev
+        name = f"{os.major(device)}:{os.minor(device)}"
+        return int(Path(f"/sys/class/bdi/{name}/read_ahead_kb").read_text()) << 10 >= 2 * _REQUEST
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def size_of(extents: Iterable[Extent]) -> int:
@@ -106,6 +132,8 @@ class ReadAhead:
     ) -> None:
         """A part that is only looked up (`look_up`) must be named in `parts` last."""
         self.parts = {name: tuple(extents) for name, extents in parts.items() if extents}
+        files = {extent.file for extents in self.parts.values() for extent in extents}
+        self._announces = not all(reads_far_ahead(file) for file in files)
         self.room, self.cached = room, cached
         self.read_bytes = 0
         self.peak = 0
@@ -170,10 +198,18 @@ class ReadAhead:
             weakref.finalize(self, self._state.end)
             self._thread.start()
 
-    def after(self, name: Hashable) -> Sequence[Extent]:
-        """What the part that follows `name` needs and is not in memory."""
+    def in_order(self, name: Hashable) -> Iterator[tuple[Sequence[Extent], Extent]]:
+        """What to read for `name`, and before each what to announce: always one piece more."""
+        if not self._announces:
+            yield from (((), extent) for extent in self.parts[name])
+            return
+        pieces = [piece for extent in self.parts[name] for piece in extent.pieces()]
         follower = self._order[(self._order.index(name) + 1) % len(self._order)]
-        return () if follower in self._state.resident else self.parts[follower]
+        after = [] if follower in self.resident else list(self.parts[follower][0].pieces())
+        ahead = [*pieces[1:], *after[:1]]
+        for number, piece in enumerate(pieces):
+            first = [piece] if number == 0 else []
+            yield (*first, *ahead[number : number + 1]), piece
 
     def next_to_read(self, current: int) -> tuple[Hashable, list[Hashable]] | None:
         """What to read now and what to let go for it; called with the lock held.
@@ -239,21 +275,21 @@ def _work(state: _State) -> tuple[ReadAhead, Hashable, list[Hashable]] | None:
 
 def _exchange(state: _State, owner: ReadAhead, name: Hashable, leaving: list[Hashable]) -> None:
     for other in leaving:
+        # Whole: the system is quicker at that than at pieces.
         for extent in owner.parts[other]:
             extent.drop(cached=owner.cached)
-    size, failure = size_of(owner.parts[name]), None
+    failure = None
     try:
-        # The one after it too, so that the disk has work until that one's turn has come.
-        for extent in (*owner.parts[name], *owner.after(name)):
-            extent.announce()
-        for extent in owner.parts[name]:
+        for announced, extent in owner.in_order(name):
+            for ahead in announced:
+                ahead.announce()
             extent.read()
     except CheckpointError as error:
         failure = error
     with state.changed:
         state.failure = failure
         if failure is None:
-            state.resident[name] = size
+            size = state.resident[name] = size_of(owner.parts[name])
             owner.read_bytes += size
             owner.peak = max(owner.peak, sum(state.resident.values()))
         state.changed.notify_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starquill.errors import CheckpointError
+from starquill.nn import disk
 from starquill.nn.disk import PAGE, ExpertCache, Extent, ReadAhead
 
 PART = 4 * PAGE
@@ -132,6 +134,45 @@ def test_without_advice_of_the_system_it_is_read_all_the_same(
         ahead.use(part)
     assert ahead.read_bytes >= 4 * PART
     ahead.close()
+
+
+@pytest.mark.parametrize("advice", [True, False])
+def test_a_file_that_became_shorter_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, advice: bool
+) -> None:
+    """Touching what is gone would end the process."""
+    if not advice:
+        monkeypatch.setattr("starquill.nn.disk._LIBC", None)
+    found = extents(tmp_path, 3)
+    os.truncate(tmp_path / "parts", PART)
+    with pytest.raises(CheckpointError, match="parts became shorter while in use"):
+        found[2].read()
+    found[0].read()
+
+
+@pytest.mark.parametrize("announces", [True, False])
+def test_all_of_a_part_is_read_in_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announces: bool
+) -> None:
+    """Whether or not the system needs to be told what comes next; if so, before it is read."""
+    monkeypatch.setattr(disk, "reads_far_ahead", lambda _: not announces)
+    monkeypatch.setattr(disk, "_PIECE", PAGE)
+    seen: list[tuple[str, int, int]] = []
+    for name in ("announce", "read"):
+        monkeypatch.setattr(
+            Extent, name, lambda e, name=name: seen.append((name, e.start, e.nbytes))
+        )
+    ahead = ahead_of(tmp_path, 4, 2 * PART)
+    ahead.use(0)
+    settle(ahead, lambda resident: set(resident) == {0, 1})
+    ahead.close()
+    reads = [(start, size) for what, start, size in seen if what == "read"]
+    size = PAGE if announces else PART
+    assert reads == [(start, size) for start in range(0, 2 * PART, size)]
+    told = [start for what, start, _ in seen if what == "announce"]
+    assert set(told) == (set(range(0, 2 * PART + 1, PAGE)) if announces else set())
+    for start in told[:-1]:
+        assert seen.index(("announce", start, PAGE)) < seen.index(("read", start, PAGE))
 
 
 def test_what_is_dropped_comes_back_as_it_was(tmp_path: Path) -> None:
