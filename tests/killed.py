@@ -102,14 +102,18 @@ if __name__ == "__main__":
     first = [part.replace("{out}", str(out.with_name("whole"))) for part in sys.argv[2:]]
     total = undisturbed(first, out.parent)
     moments = sorted({1 + (total - 1) * n // (MOMENTS - 1) for n in range(MOMENTS)})
+    # Flushed, or a child would print it again.
     for share in (0.0, 0.3, 0.99):
         # The second and third find what the one before left.
         assert killed_in_weights(command, share) == -signal.SIGKILL
-    print(json.dumps({"left": sorted(path.name for path in out.parent.glob(".*"))}))
+    print(json.dumps({"left": sorted(path.name for path in out.parent.glob(".*"))}), flush=True)
     for moment in moments:
         status = killed_at(command, out.parent, moment)
         left = [*out.parent.glob(".*"), *([out] if out.exists() else [])]
-        print(json.dumps({"moment": moment, "status": status, "left": [p.name for p in left]}))
+        print(
+            json.dumps({"moment": moment, "status": status, "left": [p.name for p in left]}),
+            flush=True,
+        )
         for path in left:
             path.rename(out.parent / f"kept-{moment}-{path.name.strip('.')}")
     print(json.dumps({"status": in_child(lambda: main(command))}))

@@ -171,9 +171,9 @@ class QuantizeOptions:
 class XLoraOptions:
     """Adapters that a classifier weighs for every token."""
 
-    xlora: Annotated[
-        str | None, _option("An X-LoRA's folder or hub id.", metavar="FOLDER|ORG/REPO")
-    ] = None
+    xlora: Annotated[str | None, _option("An X-LoRA's folder or hub id.", metavar="FOLDER|ID")] = (
+        None
+    )
     xlora_freeze: Annotated[
         int | None,
         _option("Keep the adapters' weights after N written tokens: faster.", metavar="N"),

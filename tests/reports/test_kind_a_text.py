@@ -464,7 +464,7 @@ def _adding_bos() -> dict[str, Any]:
 @pytest.mark.parametrize("adding", [False, True], ids=["plain", "adds its own"])
 @pytest.mark.parametrize("stored", ["file", "config", "named list"])
 def test_b22_the_text_start_token_occurs_once(tmp_path: Path, stored: str, adding: bool) -> None:
-    """B22: the template writes it and the encoder added another; raw prompts get none."""
+    """B22: the template writes it and the encoder added another; fills get none."""
     folder = _folder(tmp_path, _adding_bos() if adding else None)
     config: dict[str, Any] = {"bos_token": {"content": END}, "eos_token": END}
     if stored == "file":
@@ -483,7 +483,9 @@ def test_b22_the_text_start_token_occurs_once(tmp_path: Path, stored: str, addin
     fill, _ = fill_request(loaded, Hole("a", "b"), params)
     for parse in (True, False):
         plain = plain_request(loaded, "a b", params, parse_special=parse)
-        assert 0 not in (*plain.prompt_ids, *fill.prompt_ids)
+        assert plain.prompt_ids[0] == 0
+        assert plain.prompt_ids.count(0) == 1
+        assert 0 not in fill.prompt_ids
     by_hand = plain_request(loaded, f"{END}a", params, heal=False)
     assert by_hand.prompt_ids == (0, *BYTES.encode("a"))
     empty = plain_request(loaded, "", params)
