@@ -3,9 +3,10 @@
     python tools/train_experts.py --out build/anymoe --steps 110
     python tools/measure_anymoe.py --work build/anymoe --plot docs/anymoe.png
 
-Gates are trained on files of WORK/gates. The learning rate is the one of --rates whose `token`
-gates do best on files of WORK/choosing; bits per byte are of files of WORK/heldout, which nothing
-was trained on or chosen by.
+Gates are trained on files of WORK/gates: `token` gates on rows of --tokens, `mean` gates on rows
+that are as short as the shortest prompts that they shall choose by. The learning rate of each is
+the one of --rates that does best on files of WORK/choosing; bits per byte are of files of
+WORK/heldout, which nothing was trained on or chosen by.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from starquill.nn.cache import blocks_for
 from starquill.quantizing import QuantOptions
 
 EXPERTS = ("c", "js")
-BEGINNING = 64
+BEGINNINGS = (64, 128, 256)  # tokens of a text that `mean` gates choose by
 KINDS = {"base": "Python", "c": "C", "js": "JavaScript"}
 
 
@@ -51,7 +52,7 @@ def train_gates(
         gate=gate,  # type: ignore[arg-type]
         top_k=top_k,
         epochs=options.epochs,
-        tokens=options.tokens,
+        tokens=options.tokens if gate == "token" else options.mean_tokens,
         learning_rate=rate,
     )
     return train("default", {name: work / name for name in EXPERTS}, data, out, config)
@@ -64,9 +65,7 @@ def scores(
     return {kind: score_texts(loaded, found) for kind, found in texts.items()}
 
 
-def by_beginning(
-    model: Path, texts: dict[str, list[str]], tokens: int = BEGINNING
-) -> dict[str, Score]:
+def by_beginning(model: Path, texts: dict[str, list[str]], tokens: int) -> dict[str, Score]:
     """With experts that the first tokens of each text choose: nothing of the rest is known then."""
     loaded, found = load(model), {}
     for kind, own in texts.items():
@@ -84,14 +83,15 @@ def by_beginning(
     return found
 
 
-def choose_rate(work: Path, options: argparse.Namespace) -> float:
+def choose_rate(work: Path, gate: str, options: argparse.Namespace) -> float:
     """By bits per byte of files that are for nothing else."""
     texts = read(work / "choosing", options.choosing_files)
     found = {}
     for rate in options.rates:
-        report = train_gates(work, "token", 1, rate, options)
-        found[rate] = bits(scores(report.out, texts))["all"]
-    print(json.dumps({"chosen by": found}), flush=True)
+        out = train_gates(work, gate, 1, rate, options).out
+        scored = scores(out, texts) if gate == "token" else by_beginning(out, texts, BEGINNINGS[1])
+        found[rate] = bits(scored)["all"]
+    print(json.dumps({"gate": gate, "chosen by": found}), flush=True)
     return min(found, key=found.__getitem__)
 
 
@@ -131,7 +131,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
-    parser.add_argument("--tokens", type=int, default=512, help="of a row")
+    parser.add_argument("--tokens", type=int, default=512, help="of a row for token gates")
+    parser.add_argument("--mean-tokens", type=int, default=64, help="of a row for mean gates")
     parser.add_argument("--choosing-files", type=int, default=4, help="of a kind")
     parser.add_argument("--gate-files", type=int, default=48, help="of a kind")
     parser.add_argument("--files", type=int, default=8, help="held-out files of a kind")
@@ -140,16 +141,17 @@ def main() -> None:
     weights = embedded_model() / "model.safetensors"
     before = hashlib.sha256(weights.read_bytes()).hexdigest()
     texts = read(work / "heldout", options.files)
-    rate = choose_rate(work, options)
+    rates = {gate: choose_rate(work, gate, options) for gate in ("token", "mean")}
     found: dict[str, dict[str, Score]] = {"base": scores("default", texts)}
     found |= {name: scores(work / name, texts) for name in EXPERTS}
     found["by hand"] = {kind: found[kind][kind] for kind in KINDS}
     for gate, top_k in (("token", 1), ("token", 2), ("mean", 1)):
-        report = train_gates(work, gate, top_k, rate, options)
+        report = train_gates(work, gate, top_k, rates[gate], options)
         print(json.dumps({**asdict(report), "out": report.out.name}), flush=True)
         found[f"mixture, {gate}, top {top_k}"] = scores(report.out, texts)
-    mean = f"mixture, mean, by the first {BEGINNING} tokens"
-    found[mean] = by_beginning(work / "mixture-mean-1", texts)
+    for tokens in BEGINNINGS:
+        mean = f"mixture, mean, by the first {tokens} tokens"
+        found[mean] = by_beginning(work / "mixture-mean-1", texts, tokens)
     drawn = list(found)
     for number in (4, 3, 2):  # MoQE: experts alone
         quant = QuantOptions(str(number), organization="moqe")
