@@ -255,11 +255,47 @@ def mixed(
 ) -> Tensor:
     """`[B, T, D] -> [B, T, D]`: for each token the weighted sum of what its experts make of it.
 
-    `count` is how many there are; `mix` says which adapters act on them. A token's sum goes by
-    rank, so that it does not depend on who else was there.
+    `count` is how many there are; `mix` says which adapters act on them. Each row of the batch goes
+    the way that its own adapters decide, so that it does not depend on who else is there.
     """
-    if (whole := _at_once(x, routes, count, experts)) is not None:
-        return whole
+    if not isinstance(experts, GatedExperts | PlainExperts):
+        return _one_by_one(x, routes, count, experts, mix)
+    stacks, adapted = _native(x, experts), _adapted_rows(experts, mix)
+    if stacks is None or len(adapted) == len(x):
+        return _one_by_one(x, routes, count, experts, mix)
+    if not adapted:
+        return _at_once(x, routes, count, experts, stacks)
+    assert mix is not None
+    others, own = sorted(set(range(len(x))) - set(adapted)), mix.scales[adapted]
+    y = torch.empty_like(x)
+    y[adapted] = _one_by_one(
+        x[adapted], routes.of(adapted), count, experts, AdapterMix(mix.slots, own)
+    )
+    y[others] = _at_once(x[others], routes.of(others), count, experts, stacks)
+    return y
+
+
+def _adapted_rows(experts: GatedExperts | PlainExperts, mix: AdapterMix | None) -> list[int]:
+    """The rows of the batch on whose experts an adapter acts. X-LoRA's never do."""
+    if mix is None or mix.scales.dim() != 2:
+        return []
+    banks = [layer.lora for layer in experts.stacks if layer is not None and layer.lora is not None]
+    slots = {slot for bank in banks for slot in bank.parts}
+    return [
+        row
+        for row, shares in enumerate(mix.rows)
+        if any(share and slot in slots for slot, share in zip(mix.slots, shares, strict=True))
+    ]
+
+
+def _one_by_one(
+    x: Tensor,
+    routes: Routes,
+    count: int,
+    experts: Callable[[Tensor, Groups], Tensor],
+    mix: AdapterMix | None,
+) -> Tensor:
+    """Each expert's own rows, with what adapters add. A token's sum goes by rank."""
     top = routes.experts.shape[-1]
     chosen = routes.experts.flatten()  # [N·A]
     order = chosen.argsort(stable=True)
@@ -277,23 +313,35 @@ def mixed(
     return total.to(x.dtype)
 
 
-def _at_once(
-    x: Tensor, routes: Routes, count: int, experts: Callable[[Tensor, Groups], Tensor]
-) -> Tensor | None:
-    """The same in one native operation; None for other experts than those that it can take.
+NativeStacks = tuple[ExpertMatrix | None, ExpertMatrix, ExpertMatrix]
 
-    The experts and the dtype decide, not how many tokens there are: a row has the same sum in any
-    company. Of one token's sum the order is by rank, of a piece's by the experts' numbers.
+
+def _native(x: Tensor, experts: GatedExperts | PlainExperts) -> NativeStacks | None:
+    """What the operation over all experts takes; None for other weights or another dtype.
+
+    How many tokens there are does not matter: a row has the same sum in any company.
     """
-    if not isinstance(experts, GatedExperts | PlainExperts) or not elementwise.takes(x):
+    if experts.act_name not in ACTS or not elementwise.takes(x):
         return None
-    if experts.act_name not in ACTS:
+    gate, *others = experts.stacks
+    first = None if gate is None else gate.matrix()
+    up, down = (layer.matrix() for layer in others)
+    if up is None or down is None or (gate is not None and first is None):
         return None
-    gate, up, down = experts.stacks
-    parts = tuple(None if layer is None else layer.matrix() for layer in (gate, up, down))
-    if parts[1] is None or parts[2] is None or (gate is not None and parts[0] is None):
-        return None
+    return first, up, down
+
+
+def _at_once(
+    x: Tensor,
+    routes: Routes,
+    count: int,
+    experts: GatedExperts | PlainExperts,
+    stacks: NativeStacks,
+) -> Tensor:
+    """All experts in one native operation, without adapters.
+
+    Of one token's sum the order is by rank, of a piece's by the experts' numbers.
+    """
     if experts.disk is not None:
         experts.disk.fetch(routes.experts.flatten().bincount(minlength=count))
-    stacks = (parts[0], parts[1], parts[2])
     return weighted(x, (routes.experts, routes.weights), stacks, count, experts.act_name)

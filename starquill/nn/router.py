@@ -38,6 +38,10 @@ class Routes:
         )
         return Routes(experts, weights)
 
+    def of(self, rows: Sequence[int]) -> Routes:
+        """Those of some rows of the batch."""
+        return Routes(self.experts[rows], self.weights[rows])
+
 
 Router = Callable[[Tensor], Routes]
 

@@ -266,6 +266,31 @@ def test_over_quantized_experts(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(making.logits(loaded, store, {"it": 1}), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", [FAMILY, "qwen3_moe"])
+def test_where_products_round_activations(tmp_path: Path, family: str) -> None:
+    """Experts whose rows are worked on all at once: adapters of nothing else act on them.
+
+    Every token goes to all experts, since rounding may change a choice.
+    """
+    raw = moe.config(family)
+    raw["num_experts_per_tok"] = raw.get("num_experts") or raw["num_local_experts"]
+    base = moe.write(tmp_path / "base", raw, moe.reference(raw))
+    options = STACKED if family != FAMILY else {"target_modules": ["c_fc", "c_proj"]}
+    folder = making.save(wrapped(raw, **options), tmp_path / "adapter")
+    found = []
+    for exact in (False, True):
+        loaded = load(base, quant="8", exact=exact)
+        store = AdapterStore(loaded)
+        store.load("it", folder)
+        prompt = making.logits(loaded, store, {"it": 1})
+        stepwise = making.decoded(loaded, store, {"it": 1}, making.IDS)
+        found.append((prompt, stepwise, making.logits(loaded)))
+    (prompt, stepwise, _), (expected, _, without) = found
+    effect = float((without - expected).abs().max())
+    assert float((prompt - expected).abs().max()) < effect / 10
+    assert float((stepwise - expected).abs().max()) < effect / 10
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
