@@ -14,20 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from starquill.checkpoint.source import DTYPES
+
 LINE = 64  # bytes of a line of cache, and of the widest vector
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint32: "U32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def save_aligned(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
@@ -39,7 +29,7 @@ def save_aligned(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
         tensor, start = tensors[name], end
         end += tensor.nbytes
         shape, offsets = list(tensor.shape), [start, end]
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % LINE)
     with path.open("wb") as file:

@@ -26,7 +26,7 @@ from starquill.quant.weight import PermutedWeight
 _MAPPED_FROM = 1 << 20  # bytes
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
-_DTYPES = {
+DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
@@ -153,7 +153,7 @@ class SafetensorsSource:
 
     def _size(self, name: str) -> int:
         info = self._locations[name].info
-        if info.dtype not in _DTYPES:
+        if info.dtype not in DTYPES:
             path = self._place[name]
             raise UnsupportedError(f"{path}: {name} is {info.dtype}, which is not read")
         return info.nbytes
@@ -166,7 +166,7 @@ class SafetensorsSource:
     def shaped(self, name: str, data: Tensor) -> Tensor:
         """Its bytes `[n]` uint8 as what they stand for."""
         info = self._locations[name].info
-        return data.view(_DTYPES[info.dtype]).reshape(info.shape)
+        return data.view(DTYPES[info.dtype]).reshape(info.shape)
 
 
 def _read_into(file: FileIO, buffer: memoryview) -> int:
@@ -238,7 +238,7 @@ def open_headers(files: ModelFiles) -> SafetensorsSource | HeaderSource:
 
 
 def _itemsize(dtype: str) -> int:
-    return _DTYPES[dtype].itemsize if dtype in _DTYPES else 1
+    return DTYPES[dtype].itemsize if dtype in DTYPES else 1
 
 
 def open_source(files: ModelFiles) -> SafetensorsSource:

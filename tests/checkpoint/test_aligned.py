@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from starquill.checkpoint.aligned import DTYPES, LINE, save_aligned
+from starquill.checkpoint.aligned import LINE, NAMES, save_aligned
 from starquill.checkpoint.source import read_header
 
 
@@ -17,7 +17,7 @@ def test_what_is_written_is_read_and_lies_on_lines(tmp_path: Path, length: int) 
     """Names of any length move the header's end; small tensors must not move the large ones."""
     tensors = {
         f"{'n' * length}.{number}": torch.arange(count).reshape(-1, 1).to(dtype)
-        for number, (dtype, count) in enumerate((d, c) for d in DTYPES for c in (0, 3, 64, 128))
+        for number, (dtype, count) in enumerate((d, c) for d in NAMES for c in (0, 3, 64, 128))
     }
     tensors["é"] = torch.randn(2, 16, 4)
     path = tmp_path / "model.safetensors"
