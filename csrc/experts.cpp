@@ -13,7 +13,6 @@ namespace starquill {
 namespace {
 
 constexpr int64_t kTokensAtOnce = 512;  // bounds the memory for what lies between the products
-constexpr int64_t kShare = 1 << 14;     // elements that are worth a thread's while
 
 // Rows are pairs of a token and one of its experts, in the experts' order.
 struct Rows {
@@ -44,26 +43,6 @@ struct Rows {
   std::vector<int64_t> counts_;
 };
 
-// Rows of activations of `w`'s kind in memory from `at` on, which moves behind them.
-Activations placed(const Kernels& k, const Affine& w, int64_t rows, uint8_t*& at) {
-  Activations to;
-  to.rows = rows;
-  to.q_stride = rounded_up(w.width, layout(w.bits, k.vector_bytes).step);
-  to.group_stride = rounded_up(w.groups(), 16);
-  to.q = reinterpret_cast<int8_t*>(at);
-  at += rounded_up(rows * to.q_stride, 64);
-  to.scales = reinterpret_cast<float*>(at);
-  to.sums = to.scales + rows * to.group_stride;
-  at += rounded_up(8 * rows * to.group_stride, 64);
-  return to;
-}
-
-int64_t placed_bytes(const Kernels& k, const Affine& w, int64_t rows) {
-  uint8_t* end = nullptr;
-  placed(k, w, rows, end);
-  return reinterpret_cast<int64_t>(end);
-}
-
 Activations some_rows(const Activations& all, int64_t first, int64_t end) {
   return {all.q + first * all.q_stride, all.scales + first * all.group_stride,
           all.sums + first * all.group_stride, end - first, all.q_stride, all.group_stride};
@@ -71,7 +50,7 @@ Activations some_rows(const Activations& all, int64_t first, int64_t end) {
 
 // Rows [first, first + rows) of a matrix.
 Affine rows_of(const Affine& w, int64_t first, int64_t rows) {
-  const int64_t floats = first * w.groups() * (w.scale_type == Float::f32 ? 4 : 2);
+  const int64_t floats = first * w.groups() * bytes_of(w.scale_type);
   Affine part = w;
   part.packed += first * w.row_bytes();
   part.scales = static_cast<const uint8_t*>(w.scales) + floats;
@@ -96,7 +75,7 @@ class Work {
     const Activations up_x = inputs(*job_.up, x_);
     const bool other = job_.gate && !alike(*job_.gate, *job_.up);
     inner(other ? inputs(*job_.gate, gate_x_) : up_x, up_x);
-    parallel_for(threads_, pairs(), kShare / inner_ + 1, [&](int64_t begin, int64_t end) {
+    parallel_for(threads_, pairs(), kElements / inner_ + 1, [&](int64_t begin, int64_t end) {
       k_.quantize_activations(h_, inner_, *job_.down, down_x_, begin, end);
     });
     if (bands_) return add_columns();
@@ -129,12 +108,12 @@ class Work {
 
   // A single token has the same activations for all of its experts: nothing is copied.
   Activations inputs(const Affine& w, const Inputs& to) {
-    parallel_for(threads_, job_.tokens, kShare / w.width + 1, [&](int64_t begin, int64_t end) {
+    parallel_for(threads_, job_.tokens, kElements / w.width + 1, [&](int64_t begin, int64_t end) {
       k_.quantize_activations(job_.x, w.width, w, to.tokens, begin, end);
     });
     if (job_.tokens == 1) return to.tokens;
     const Activations &from = to.tokens, &rows = to.rows;
-    parallel_for(threads_, pairs(), kShare / w.width + 1, [&](int64_t begin, int64_t end) {
+    parallel_for(threads_, pairs(), kElements / w.width + 1, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const int64_t token = rows_.pair[row] / job_.top, floats = from.group_stride;
         std::memcpy(rows.q + row * rows.q_stride, from.q + token * from.q_stride, from.q_stride);
@@ -210,7 +189,7 @@ class Work {
 
   // A token's sum goes by rank.
   void add_rows() const {
-    parallel_for(threads_, job_.tokens, kShare / (width_ * job_.top) + 1, [&](int64_t begin, int64_t end) {
+    parallel_for(threads_, job_.tokens, kElements / (width_ * job_.top) + 1, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) {
         float* out = job_.out + token * width_;
         std::memset(out, 0, 4 * width_);
@@ -271,7 +250,7 @@ void mixture(const Mixture& job, Way way, int threads) {
 
 void route(Routing job, int64_t rows, int threads) {
   job.scratch = reinterpret_cast<float*>(between.take(4 * rows * job.experts));
-  parallel_for(threads, rows, kShare / (job.experts * job.top) + 1,
+  parallel_for(threads, rows, kElements / (job.experts * job.top) + 1,
                [&](int64_t begin, int64_t end) { chosen_kernels().route(job, begin, end); });
 }
 

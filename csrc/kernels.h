@@ -6,6 +6,7 @@
 namespace starquill {
 
 enum class Float : int { f32, f16, bf16 };
+inline int64_t bytes_of(Float type) { return type == Float::f32 ? 4 : 2; }
 
 // A quantized matrix as Python holds it: w = scale·q + bias, one pair for each `group` inputs.
 // A row of `packed` is one stream of bits, least significant first (MLX's layout).

@@ -132,7 +132,7 @@ void put_sums(const Matmul& job, int64_t row, int64_t first, const RowSums<M>& s
 
 // Scales and biases lie apart from a row's integers: asked for a few rows before they are needed.
 inline void ask_for_scales(const Affine& w, int64_t row) {
-  const int64_t bytes = w.groups() * (w.scale_type == Float::f32 ? 4 : 2), skip = row * bytes;
+  const int64_t bytes = w.groups() * bytes_of(w.scale_type), skip = row * bytes;
   for (int64_t i = 0; i < bytes; i += 64) {
     __builtin_prefetch(static_cast<const char*>(w.scales) + skip + i, 0, 3);
     __builtin_prefetch(static_cast<const char*>(w.biases) + skip + i, 0, 3);

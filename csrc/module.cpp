@@ -90,7 +90,7 @@ class AffineHandle {
                static_cast<int64_t>(scales_.shape(1)) * group};
     check(static_cast<int64_t>(packed_.shape(1)) == weight_.row_bytes(),
           "a row of packed has not the bytes of its groups");
-    check(reinterpret_cast<uintptr_t>(scales_.data()) % (weight_.scale_type == Float::f32 ? 4 : 2) == 0,
+    check(reinterpret_cast<uintptr_t>(scales_.data()) % bytes_of(weight_.scale_type) == 0,
           "scales are not aligned to their type");
   }
 

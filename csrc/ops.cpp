@@ -41,22 +41,11 @@ const Kernels* by_name(const std::string& name) {
 
 const Kernels* kernels = available().back();
 
-// Elements that are worth a thread's while.
-constexpr int64_t kElements = 1 << 14;
-
 thread_local Scratch activation_scratch, row_scratch, lora_scratch;
 
 Activations quantized(const Kernels& k, const Affine& w, const Product& job, int threads) {
-  Activations to;
-  to.rows = job.x_rows;
-  to.q_stride = rounded_up(w.width, layout(w.bits, k.vector_bytes).step);
-  to.group_stride = rounded_up(w.groups(), 16);
-  const int64_t q_bytes = rounded_up(to.rows * to.q_stride, 64);
-  const int64_t floats = to.rows * to.group_stride;
-  uint8_t* memory = activation_scratch.take(q_bytes + 8 * floats);
-  to.q = reinterpret_cast<int8_t*>(memory);
-  to.scales = reinterpret_cast<float*>(memory + q_bytes);
-  to.sums = to.scales + floats;
+  uint8_t* at = activation_scratch.take(placed_bytes(k, w, job.x_rows));
+  const Activations to = placed(k, w, job.x_rows, at);
   parallel_for(threads, to.rows, 8, [&](int64_t begin, int64_t end) {
     k.quantize_activations(job.x, job.x_stride, w, to, begin, end);
   });
@@ -112,7 +101,7 @@ void affine_experts(const Affine& weight, const int64_t* counts, int64_t experts
                     Way way, int threads) {
   Affine w = weight;
   Product part = job;
-  const int64_t scale_bytes = w.scale_type == Float::f32 ? 4 : 2;
+  const int64_t scale_bytes = bytes_of(w.scale_type);
   for (int64_t e = 0; e < experts; ++e) {
     part.x_rows = counts[e];
     if (counts[e] > 0) affine_matmul(w, part, way, threads);

@@ -24,4 +24,7 @@ void parallel_for(int threads, int64_t count, int64_t grain, F&& f) {
   parallel(threads, count, grain, body, &f);
 }
 
+// Elements that are worth a thread's while.
+constexpr int64_t kElements = 1 << 14;
+
 }  // namespace starquill

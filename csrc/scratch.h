@@ -1,10 +1,12 @@
-// Memory that a thread keeps from call to call.
+// Memory that a thread keeps from call to call, and how activations lie in it.
 #pragma once
 
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
+
+#include "kernels.h"
 
 namespace starquill {
 
@@ -31,5 +33,25 @@ class Scratch {
   std::unique_ptr<uint8_t, Free> memory_;
   int64_t size_ = 0;
 };
+
+// Rows of activations of `w`'s kind in memory from `at` on, which moves behind them.
+inline Activations placed(const Kernels& k, const Affine& w, int64_t rows, uint8_t*& at) {
+  Activations to;
+  to.rows = rows;
+  to.q_stride = rounded_up(w.width, layout(w.bits, k.vector_bytes).step);
+  to.group_stride = rounded_up(w.groups(), 16);
+  to.q = reinterpret_cast<int8_t*>(at);
+  at += rounded_up(rows * to.q_stride, 64);
+  to.scales = reinterpret_cast<float*>(at);
+  to.sums = to.scales + rows * to.group_stride;
+  at += rounded_up(8 * rows * to.group_stride, 64);
+  return to;
+}
+
+inline int64_t placed_bytes(const Kernels& k, const Affine& w, int64_t rows) {
+  uint8_t* end = nullptr;
+  placed(k, w, rows, end);
+  return reinterpret_cast<int64_t>(end);
+}
 
 }  // namespace starquill
