@@ -316,18 +316,19 @@ void prefill_bits(const Matmul& job, int64_t begin, int64_t end, uint8_t* scratc
 inline float nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
 
 // int8 with the largest at ±127; a group with NaN or infinity gets a NaN scale, so that it shows.
-void quantize_group(const float* x, int width, int8_t* q, float* scale, float* sum) {
+template <int Width>
+void quantize_group(const float* x, int8_t* q, float* scale, float* sum) {
   uint32_t top = 0;
-  for (int i = 0; i < width; ++i) top = greater(top, as_bits(x[i]) & 0x7fffffff);
+  for (int i = 0; i < Width; ++i) top = greater(top, as_bits(x[i]) & 0x7fffffff);
   const float most = as_float(top);
   const bool finite = top < 0x7f800000;
   // Smaller ones have no inverse in float32; they count as zeros.
   const float inverse = finite && most > 1e-36f ? 127.0f / most : 0.0f;
   int32_t total = 0;
   if (inverse == 0) {
-    for (int i = 0; i < width; ++i) q[i] = 0;
+    std::memset(q, 0, Width);
   } else {
-    for (int i = 0; i < width; ++i) {
+    for (int i = 0; i < Width; ++i) {
       const int32_t level = static_cast<int32_t>(nearest(x[i] * inverse));
       q[i] = static_cast<int8_t>(level);
       total += level;
@@ -337,9 +338,54 @@ void quantize_group(const float* x, int width, int8_t* q, float* scale, float* s
   *sum = *scale * static_cast<float>(total);
 }
 
+template <int N>
+void part(const int8_t* from, int8_t* even, int8_t* odd) {
+  for (int i = 0; i < N / 2; ++i) even[i] = from[2 * i], odd[i] = from[2 * i + 1];
+}
+
+// N values to their planes, a vector apart: by halves, for which compilers have shuffles.
+template <int N, int Planes>
+void to_planes(const int8_t* from, int8_t* to) {
+  constexpr int kNext = Simd::bytes;
+  if constexpr (Planes == 1) {
+    std::memcpy(to, from, N);
+  } else if constexpr (Planes == 2) {
+    part<N>(from, to, to + kNext);
+  } else {
+    int8_t even[N / 2], odd[N / 2];
+    part<N>(from, even, odd);
+    part<N / 2>(even, to, to + 2 * kNext);
+    part<N / 2>(odd, to + kNext, to + 3 * kNext);
+  }
+}
+
+// A row of activations, in the order of `Layout`. Widths are constants so that loops need no rests.
+template <int Width, int Planes>
+void quantize_row(const float* x, int64_t groups, int8_t* q, float* scales, float* sums) {
+  constexpr int kStep = Planes * Simd::bytes, kInside = Width < kStep ? Width : kStep;
+  for (int64_t g = 0; g < groups; ++g) {
+    int8_t level[Width];
+    quantize_group<Width>(x + g * Width, level, scales + g, sums + g);
+    for (int from = 0; from < Width; from += kInside) {
+      const int64_t element = g * Width + from, start = element / kStep * kStep;
+      to_planes<kInside, Planes>(level + from, q + start + (element - start) / Planes);
+    }
+  }
+}
+
+template <int Planes>
+void quantize_row(const float* x, const Affine& w, int8_t* q, float* scales, float* sums) {
+  switch (w.group) {
+    case 16: return quantize_row<16, Planes>(x, w.groups(), q, scales, sums);
+    case 32: return quantize_row<32, Planes>(x, w.groups(), q, scales, sums);
+    case 64: return quantize_row<64, Planes>(x, w.groups(), q, scales, sums);
+    default: return quantize_row<128, Planes>(x, w.groups(), q, scales, sums);
+  }
+}
+
 void quantize_activations(const float* x, int64_t x_stride, const Affine& w, const Activations& to,
                           int64_t begin, int64_t end) {
-  const Layout order = layout(w.bits, Simd::bytes);
+  const int planes = layout(w.bits, Simd::bytes).planes;
   for (int64_t m = begin; m < end; ++m) {
     const float* from = x + m * x_stride;
     int8_t* q = to.q + m * to.q_stride;
@@ -347,17 +393,10 @@ void quantize_activations(const float* x, int64_t x_stride, const Affine& w, con
     float* scales = to.scales + m * to.group_stride;
     float* sums = to.sums + m * to.group_stride;
     for (int64_t g = w.groups(); g < to.group_stride; ++g) scales[g] = sums[g] = 0;
-    for (int64_t g = 0; g < w.groups(); ++g) {
-      int8_t level[128];
-      quantize_group(from + g * w.group, w.group, level, scales + g, sums + g);
-      const int part = lesser(w.group, order.step);
-      for (int from_part = 0; from_part < w.group; from_part += part) {
-        const int64_t element = g * w.group + from_part, start = element / order.step * order.step;
-        const int64_t at = start + (element - start) / order.planes;
-        for (int p = 0; p < order.planes; ++p)
-          for (int i = 0; i < part / order.planes; ++i)
-            q[at + p * Simd::bytes + i] = level[from_part + i * order.planes + p];
-      }
+    switch (planes) {
+      case 1: quantize_row<1>(from, w, q, scales, sums); break;
+      case 2: quantize_row<2>(from, w, q, scales, sums); break;
+      default: quantize_row<4>(from, w, q, scales, sums);
     }
   }
 }
