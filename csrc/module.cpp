@@ -11,6 +11,7 @@
 
 #include "ops.h"
 #include "pool.h"
+#include "program.h"
 
 namespace nb = nanobind;
 using namespace starquill;
@@ -36,6 +37,21 @@ Float float_type(const Buffer& buffer) {
   return Float::bf16;
 }
 
+thread_local Program* recording = nullptr;
+
+// Does an operation, and writes it down where a step is being recorded.
+template <class F>
+void perform(const Operands& operands, int threads, F operation) {
+  if (recording) recording->add(operands, operation);
+  nb::gil_scoped_release free;
+  operation(threads);
+}
+
+// Before what no recorded step may do.
+void refuse(const char* what) {
+  if (recording) recording->refuse(what);
+}
+
 template <class T>
 void check_aligned(const T* p) {
   check(reinterpret_cast<uintptr_t>(p) % alignof(T) == 0, "a buffer is not aligned to its type");
@@ -57,6 +73,11 @@ Product product(const Rows& x, const nb::object& bias, const Out& out, int64_t r
     job.bias = vector.data();
   }
   return job;
+}
+
+Act checked_act(int act) {
+  check(act >= 0 && act <= 2, "act is not 0 (silu), 1 (gelu) or 2 (relu)");
+  return static_cast<Act>(act);
 }
 
 Way checked_way(int way) {
@@ -109,6 +130,13 @@ class AffineHandle {
                       reinterpret_cast<const float*>(bias), reinterpret_cast<float*>(out),
                       weight_.rows};
     const Way checked = checked_way(way);
+    if (recording && checked == Way::rows) {
+      recording->add({{job.x}, {job.out}}, weight_, job);
+    } else if (recording) {
+      recording->add({{job.x}, {job.out}}, [weight = weight_, job, checked](int count) {
+        affine_matmul(weight, job, checked, count);
+      });
+    }
     nb::gil_scoped_release free;
     affine_matmul(weight_, job, checked, threads);
   }
@@ -124,14 +152,17 @@ class AffineHandle {
                       reinterpret_cast<const float*>(at[2]), reinterpret_cast<float*>(at[3]),
                       first.rows};
     const Way checked = checked_way(way);
+    refuse("experts one by one");  // their counts are known to Python
     nb::gil_scoped_release free;
     affine_experts(first, reinterpret_cast<const int64_t*>(at[1]), experts, job, checked, threads);
   }
 
   void rows_at(uintptr_t ids, int64_t count, uintptr_t out, int threads) const {
-    nb::gil_scoped_release free;
-    affine_rows(weight_, reinterpret_cast<const int64_t*>(ids), count, reinterpret_cast<float*>(out),
-                threads);
+    const auto* from = reinterpret_cast<const int64_t*>(ids);
+    auto* to = reinterpret_cast<float*>(out);
+    perform({{from}, {to}}, threads, [weight = weight_, from, count, to](int n) {
+      affine_rows(weight, from, count, to, n);
+    });
   }
 
   const Affine& weight() const { return weight_; }
@@ -163,8 +194,10 @@ void dense_matmul_at(const std::array<uintptr_t, 4>& at, const std::array<int64_
   const auto [rows, width, x_rows] = shape;
   const Product job{reinterpret_cast<const float*>(at[1]), x_rows, width,
                     reinterpret_cast<const float*>(at[2]), reinterpret_cast<float*>(at[3]), rows};
-  nb::gil_scoped_release free;
-  dense_matmul(reinterpret_cast<const void*>(at[0]), checked, rows, width, job, threads);
+  perform({{job.x}, {job.out}}, threads,
+          [weight = reinterpret_cast<const void*>(at[0]), checked, rows, width, job](int n) {
+            dense_matmul(weight, checked, rows, width, job, n);
+          });
 }
 
 float largest_at(uintptr_t weight, int type, int64_t count, int threads) {
@@ -213,8 +246,8 @@ void attend_at(const std::array<uintptr_t, 10>& at, const std::array<int64_t, 6>
   const Attention job{floats(0), floats(1), floats(2), floats(3), floats(4), floats(5), floats(6),
                       Tables{integers(7), table_width}, integers(8), floats(9), rows, query_heads,
                       key_heads, head_dim, window, scale, nullptr};
-  nb::gil_scoped_release free;
-  attend(job, threads);
+  perform({{job.q, job.new_k, job.new_v, job.cos, job.sin, job.tables.block, job.positions}, {job.out}},
+          threads, [job](int n) { attend(job, n); });
 }
 
 // Addresses of what `Flash` lists, in its order. `shape` is B, Hq, Hk, T, a table's width, Dh and the
@@ -226,24 +259,21 @@ void flash_at(const std::array<uintptr_t, 6>& at, const std::array<int64_t, 7>& 
   const auto [rows, query_heads, key_heads, queries, table_width, head_dim, window] = shape;
   const Flash job{floats(0), floats(1), floats(2), Tables{integers(3), table_width}, integers(4),
                   floats(5), rows, query_heads, key_heads, queries, head_dim, window, scale};
-  nb::gil_scoped_release free;
-  flash(job, threads);
+  perform({{job.q, job.tables.block, job.starts}, {job.out}}, threads, [job](int n) { flash(job, n); });
 }
 
 void layer_norm_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 2>& shape, float eps,
                    int threads) {
   auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
   const LayerNorm job{floats(0), floats(1), floats(2), floats(3), shape[1], eps};
-  nb::gil_scoped_release free;
-  layer_norm(job, shape[0], threads);
+  perform({{job.x}, {job.y}}, threads, [job, rows = shape[0]](int n) { layer_norm(job, rows, n); });
 }
 
 void rms_norm_at(const std::array<uintptr_t, 3>& at, const std::array<int64_t, 2>& shape, float eps,
                  int threads) {
   auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
   const LayerNorm job{floats(0), floats(1), nullptr, floats(2), shape[1], eps};
-  nb::gil_scoped_release free;
-  rms_norm(job, shape[0], threads);
+  perform({{job.x}, {job.y}}, threads, [job, rows = shape[0]](int n) { rms_norm(job, rows, n); });
 }
 
 // Stacks of gate (or None), up and down; addresses of their biases (or null), x, the chosen experts
@@ -259,13 +289,13 @@ void mixture_at(const AffineHandle* gate, const AffineHandle& up, const AffineHa
   check(d->width * experts == u->rows && u->width * experts == d->rows,
         "down does not lead back from where up leads");
   check(!g || (g->rows == u->rows && g->width == u->width), "gate and up differ in shape");
-  check(act >= 0 && act <= 2, "act is not 0 (silu), 1 (gelu) or 2 (relu)");
   const Way checked = checked_way(way);
   check(checked != Way::exact, "experts in one operation round their activations");
-  const Mixture job{g, u, d, floats(0), floats(1), floats(2), experts, static_cast<Act>(act), floats(3),
+  const Mixture job{g, u, d, floats(0), floats(1), floats(2), experts, checked_act(act), floats(3),
                     reinterpret_cast<const int64_t*>(at[4]), floats(5), floats(6), tokens, top};
-  nb::gil_scoped_release free;
-  mixture(job, checked, threads);
+  perform({{job.x, job.chosen, job.weights}, {job.out}}, threads, [job, checked](int n) {
+    mixture(job, checked, n);
+  });
 }
 
 // Logits [rows, experts], the chosen experts (int64) and their weights [rows, top]; `shape` is rows,
@@ -276,8 +306,8 @@ void route_at(const std::array<uintptr_t, 3>& at, const std::array<int64_t, 3>& 
   check(top > 0 && top <= experts, "top is not one of the experts' number");
   const Routing job{reinterpret_cast<const float*>(at[0]), nullptr, reinterpret_cast<int64_t*>(at[1]),
                     reinterpret_cast<float*>(at[2]), experts, top, normalise};
-  nb::gil_scoped_release free;
-  route(job, rows, threads);
+  perform({{job.logits}, {job.chosen, job.weights}}, threads,
+          [job, rows = shape[0]](int n) { route(job, rows, n); });
 }
 
 // x, cos, sin and y; `shape` is B, H, T, Dh and x's strides of the first three.
@@ -285,8 +315,7 @@ void rotation_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 7
   auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
   const Rotation job{floats(0), floats(1), floats(2), floats(3), shape[0], shape[1],
                      shape[2],  shape[3],  shape[4],  shape[5],  shape[6]};
-  nb::gil_scoped_release free;
-  rotation(job, threads);
+  perform({{job.x, job.cos, job.sin}, {job.y}}, threads, [job](int n) { rotation(job, n); });
 }
 
 // New values, cache, tables and starts; `shape` is B, Hk, T, a table's width, Dh and the new
@@ -296,19 +325,29 @@ void store_at(const std::array<uintptr_t, 4>& at, const std::array<int64_t, 8>& 
   const Store job{reinterpret_cast<const float*>(at[0]), reinterpret_cast<float*>(at[1]),
                   Tables{integers(2), shape[3]}, integers(3), shape[0], shape[1], shape[2], shape[4],
                   shape[5], shape[6], shape[7]};
-  nb::gil_scoped_release free;
-  store(job, threads);
+  perform({{job.fresh, job.tables.block, job.starts}, {}}, threads, [job](int n) { store(job, n); });
 }
 
 void add_at(uintptr_t x, uintptr_t y, uintptr_t sum, int64_t count, int threads) {
-  nb::gil_scoped_release free;
-  add(reinterpret_cast<const float*>(x), reinterpret_cast<const float*>(y),
-      reinterpret_cast<float*>(sum), count, threads);
+  const auto *one = reinterpret_cast<const float*>(x), *other = reinterpret_cast<const float*>(y);
+  auto* to = reinterpret_cast<float*>(sum);
+  perform({{one, other}, {to}}, threads, [=](int n) { add(one, other, to, count, n); });
 }
 
 void gelu_at(uintptr_t x, uintptr_t y, int64_t count, int threads) {
-  nb::gil_scoped_release free;
-  gelu(reinterpret_cast<const float*>(x), reinterpret_cast<float*>(y), count, threads);
+  const auto* from = reinterpret_cast<const float*>(x);
+  auto* to = reinterpret_cast<float*>(y);
+  perform({{from}, {to}}, threads, [=](int n) { gelu(from, to, count, n); });
+}
+
+// Addresses of gate, up (or null) and y.
+void gated_at(const std::array<uintptr_t, 3>& at, int64_t count, int act, int threads) {
+  auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
+  const float *gate = floats(0), *up = floats(1);
+  float* to = floats(2);
+  const Act checked = checked_act(act);
+  perform({{gate, up ? up : gate}, {to}}, threads,
+          [=](int n) { gated(gate, up, checked, to, count, n); });
 }
 
 // Addresses of x, the product's bias (or null) and y, contiguous float32; `entries` are `LoraEntry`s
@@ -319,11 +358,14 @@ void lora_at(const std::array<uintptr_t, 3>& at, const std::array<int64_t, 2>& s
   if (entries.size() == 0) return;  // nothing acts on any row
   std::vector<LoraEntry> all(entries.size() / sizeof(LoraEntry));
   std::memcpy(all.data(), entries.c_str(), entries.size());
-  const Lora job{all.data(), static_cast<int64_t>(all.size()), reinterpret_cast<const float*>(at[0]),
+  const Lora job{nullptr, static_cast<int64_t>(all.size()), reinterpret_cast<const float*>(at[0]),
                  reinterpret_cast<const float*>(at[1]), reinterpret_cast<float*>(at[2]), shape[0],
                  shape[1], nullptr};
-  nb::gil_scoped_release free;
-  lora(job, threads);
+  perform({{job.x, job.y}, {job.y}}, threads, [job, all = std::move(all)](int n) {
+    Lora mine = job;
+    mine.entries = all.data();
+    lora(mine, n);
+  });
 }
 
 }  // namespace
@@ -353,6 +395,7 @@ NB_MODULE(_native, m) {
   m.def("store_at", &store_at);
   m.def("add_at", &add_at);
   m.def("gelu_at", &gelu_at);
+  m.def("gated_at", &gated_at);
   m.def("lora_at", &lora_at);
   nb::class_<AffineHandle>(m, "Affine")
       .def(nb::init<Buffer, Buffer, Buffer, int, int>(), buffer, buffer, buffer, nb::arg(), nb::arg())
@@ -365,4 +408,17 @@ NB_MODULE(_native, m) {
   m.def("mixture_at", &mixture_at, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg());
   m.def("route_at", &route_at);
+  nb::class_<Program>(m, "Program")
+      .def(nb::init<>())
+      .def("own", [](Program& program, uintptr_t at, int64_t bytes) {
+        program.own(reinterpret_cast<const void*>(at), bytes);
+      })
+      .def("refuse", &Program::refuse)
+      .def_prop_ro("refusal", &Program::refusal)
+      .def("begin", [](Program& program) { recording = &program; })
+      .def("end", [](Program&) { recording = nullptr; })
+      .def("run", [](const Program& program, int threads) {
+        nb::gil_scoped_release free;
+        program.run(threads);
+      });
 }

@@ -52,6 +52,15 @@ Activations quantized(const Kernels& k, const Affine& w, const Product& job, int
   return to;
 }
 
+// The rows of x that are worked on at once, from `first` on.
+Product rows_from(const Product& job, int64_t first) {
+  Product part = job;
+  part.x += first * job.x_stride;
+  part.out += first * job.out_stride;
+  part.x_rows = std::min(kPrefillRows, job.x_rows - first);
+  return part;
+}
+
 // Pieces small enough that a thread which starts late costs little.
 int64_t grain(int64_t rows, int threads, int64_t multiple) {
   return rounded_up(std::max<int64_t>(rows / (threads * 8), 1), multiple);
@@ -71,8 +80,31 @@ const Kernels& chosen_kernels() { return *kernels; }
 
 void select_isa(const std::string& name) { kernels = by_name(name); }
 
+void affine_together(std::span<const Multiplication> all, int threads) {
+  const Kernels& k = *kernels;
+  const Affine& like = all.front().weight;
+  int64_t height = 0;
+  for (const Multiplication& one : all) height += one.weight.rows;
+  for (int64_t first = 0; first < all.front().product.x_rows; first += kPrefillRows) {
+    const Activations x = quantized(k, like, rows_from(all.front().product, first), threads);
+    parallel_for(threads, height, grain(height, threads, 16), [&](int64_t begin, int64_t end) {
+      for (const auto& [weight, product] : all) {
+        const int64_t last = std::min(end, weight.rows);
+        float* out = product.out + first * product.out_stride;
+        if (begin < last) k.decode({weight, x, product.bias, out, product.out_stride}, begin, last);
+        begin = std::max<int64_t>(begin - weight.rows, 0), end -= weight.rows;
+        if (end <= 0) return;
+      }
+    });
+  }
+}
+
 void affine_matmul(const Affine& w, const Product& job, Way way, int threads) {
   const Kernels& k = *kernels;
+  if (way == Way::rows) {
+    const Multiplication one{w, job};
+    return affine_together({&one, 1}, threads);
+  }
   if (way == Way::exact) {
     const Exact all{w, job};
     return parallel_for(threads, w.rows, grain(w.rows, threads, 16), [&](int64_t begin, int64_t end) {
@@ -81,19 +113,11 @@ void affine_matmul(const Affine& w, const Product& job, Way way, int threads) {
     });
   }
   for (int64_t first = 0; first < job.x_rows; first += kPrefillRows) {
-    Product part = job;
-    part.x += first * job.x_stride;
-    part.out += first * job.out_stride;
-    part.x_rows = std::min(kPrefillRows, job.x_rows - first);
+    const Product part = rows_from(job, first);
     const Matmul all{w, quantized(k, w, part, threads), job.bias, part.out, job.out_stride};
-    if (way == Way::rows) {
-      parallel_for(threads, w.rows, grain(w.rows, threads, 16),
-                   [&](int64_t begin, int64_t end) { k.decode(all, begin, end); });
-    } else {
-      parallel_for(threads, w.rows, band_rows(k), [&](int64_t begin, int64_t end) {
-        k.prefill(all, begin, end, row_scratch.take(band_bytes(k, w)));
-      });
-    }
+    parallel_for(threads, w.rows, band_rows(k), [&](int64_t begin, int64_t end) {
+      k.prefill(all, begin, end, row_scratch.take(band_bytes(k, w)));
+    });
   }
 }
 
@@ -204,6 +228,13 @@ void add(const float* x, const float* y, float* sum, int64_t count, int threads)
 void gelu(const float* x, float* y, int64_t count, int threads) {
   parallel_for(threads, count, kElements,
                [&](int64_t begin, int64_t end) { kernels->gelu(x, y, begin, end); });
+}
+
+void gated(const float* gate, const float* up, Act act, float* y, int64_t count, int threads) {
+  parallel_for(threads, count, kElements, [&](int64_t begin, int64_t end) {
+    std::copy(gate + begin, gate + end, y + begin);
+    kernels->gated(y + begin, up ? up + begin : nullptr, act, end - begin);
+  });
 }
 
 void lora(Lora job, int threads) {

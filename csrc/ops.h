@@ -1,6 +1,7 @@
 // Whole operations over threads: what the module offers to Python.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,12 @@ enum class Way {
 };
 
 void affine_matmul(const Affine&, const Product&, Way, int threads);
+// Several matrices of one width, bits and group times the same rows of x, the way `rows` goes.
+struct Multiplication {
+  Affine weight;
+  Product product;
+};
+void affine_together(std::span<const Multiplication>, int threads);
 // A stack of matrices, [experts, rows, width] one behind the other, each times its own rows of x:
 // the first counts[0] for the first, and so on. `weight` is the first; `bias` goes to all of them.
 void affine_experts(const Affine& weight, const int64_t* counts, int64_t experts, const Product&, Way,
@@ -41,6 +48,7 @@ void rotation(const Rotation&, int threads);
 void store(const Store&, int threads);
 void add(const float* x, const float* y, float* sum, int64_t count, int threads);
 void gelu(const float* x, float* y, int64_t count, int threads);
+void gated(const float* gate, const float* up, Act, float* y, int64_t count, int threads);
 void lora(Lora, int threads);  // makes room for `h`
 
 // The experts of a layer as three stacks, each [experts·rows, width]: for each token the weighted sum

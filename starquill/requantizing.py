@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class Requantizer:
     checkpoint: Checkpoint
     computing: Computing
     times: int = 0  # that weights began or ended to change
+    lock: Lock = field(default_factory=Lock)  # held by who relies on them, and to begin
 
     def __call__(self, quant: str | QuantOptions | None) -> RequantizeReport:
         """Give every matrix its scheme in `quant`, or its stored values for None.
@@ -42,7 +44,8 @@ class Requantizer:
         tied = weight_of(self.model, spec.head) is weight_of(self.model, spec.embedding)
         kept: dict[str, str] = {}
         changed = 0
-        self.times += 1
+        with self.lock:
+            self.times += 1
         for name in self._matrices(fit):
             if tied and name == f"{spec.head}.weight":
                 continue

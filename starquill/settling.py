@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from threading import Lock
 from typing import Any, NoReturn
 
 import torch
@@ -261,6 +262,7 @@ class Stays:
 
     def __init__(self, name: str, why: str) -> None:
         self._name, self._why = name, why
+        self.lock = Lock()
 
     def __call__(self, quant: object) -> RequantizeReport:  # noqa: ARG002
         raise UnsupportedError(

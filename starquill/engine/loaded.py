@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -25,9 +26,13 @@ from starquill.types import RequantizeReport
 
 
 class Requantizing(Protocol):
-    """Quantizes a model's matrices anew; `times` counts when weights began or ended to change."""
+    """Quantizes a model's matrices anew; `times` counts when weights began or ended to change.
+
+    Weights are as they are while `times` is even and `lock` is held.
+    """
 
     times: int
+    lock: Lock
 
     def __call__(self, quant: Any) -> RequantizeReport: ...
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.pooling import Pooling, pool_prompt, to_the_end
+from starquill.engine.replay import Replay
 from starquill.errors import NumericsError
 from starquill.kernels.native import is_finite
 from starquill.models.spec import StepBatch
@@ -37,6 +38,7 @@ class Runner:
         shape, devices = loaded.config.cache_shape(), loaded.cache_devices
         followers = [Follower(stage.open(blocks)) for stage in loaded.stages]
         self.cache = KvCache(shape, loaded.dtype, blocks, devices=devices, followers=followers)
+        self._replay = Replay(loaded)
 
     def pool(self, place: Place, ids: Sequence[int], mix: AdapterMix | None = None) -> Pooling:
         """As `advance`, for a model that pools: a whole prompt, in small pieces of work."""
@@ -120,7 +122,8 @@ class Runner:
                 for i in range(len(new))]  # fmt: skip
         for place, new in zip(places, ids, strict=True):
             place.check_room(len(new))
-        tables = np.zeros((len(rows), max(len(place.table) for place in places)), dtype=np.int64)
+        width = _rounded(max(len(place.table) for place in places))
+        tables = np.zeros((len(rows), width), dtype=np.int64)
         for table, (place, _) in zip(tables, rows, strict=True):
             table[: len(place.table)] = place.table
         batch = StepBatch(
@@ -132,7 +135,7 @@ class Runner:
             mix,
             _routes(places, ids) if self.loaded.config.pools else None,
         )
-        hidden: Tensor = self.loaded.model.hidden(batch)  # [N, 1, D]
+        hidden: Tensor = self._replay.hidden(batch)  # [N, 1, D]
         return hidden[:, 0]
 
     @torch.inference_mode()
@@ -154,6 +157,11 @@ class Runner:
             raise NumericsError(
                 f"{self.loaded.name} computed logits that are not finite in {dtype}; {remedy}"
             )
+
+
+def _rounded(width: int) -> int:
+    """To a power of two: steps of one shape are written down once."""
+    return 1 << (width - 1).bit_length()
 
 
 def _routes(places: Sequence[Place], ids: Sequence[Sequence[int]]) -> Routes:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from starquill.kernels.native import as_rows, native, serves
+from starquill.kernels.program import empty
 
 MOST_HEAD_DIM = 256  # as in csrc/kernels.h
 BLOCK = 64  # positions of a cache that lie together; kBlock in csrc/kernels.h
@@ -52,7 +53,7 @@ def attend_one(
     assert native is not None
     batch, heads, _, head_dim = q.shape
     queries, keys, values, cos, sin = (as_rows(part) for part in (q, *new, *rope))
-    out = torch.empty(batch, 1, heads * head_dim)
+    out = empty((batch, 1, heads * head_dim))
     tensors = (queries, keys, values, cos, sin, *cache, at.tables, at.starts, out)
     native.attend_at(
         [tensor.data_ptr() for tensor in tensors],
@@ -83,7 +84,7 @@ def attend_many(q: Tensor, cache: tuple[Tensor, Tensor], at: Paged) -> Tensor:
     """
     assert native is not None
     batch, heads, tokens, head_dim = q.shape
-    out = torch.empty(batch, tokens, heads * head_dim)
+    out = empty((batch, tokens, heads * head_dim))
     queries = as_rows(q)
     native.flash_at(
         [part.data_ptr() for part in (queries, *cache, at.tables, at.starts, out)],

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from starquill.kernels.native import native, serves
+from starquill.kernels.program import empty
+
+# As in csrc/kernels.h, by the names that `hidden_act` uses.
+ACTS = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "relu": 2}
 
 
 def takes(x: Tensor) -> bool:
@@ -20,8 +24,22 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """The tanh approximation of GELU."""
     assert native is not None
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y = empty(x.shape)
     native.gelu_at(x.data_ptr(), y.data_ptr(), x.numel(), torch.get_num_threads())
+    return y
+
+
+def gated(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
+    """`act(gate)·up` of two tensors of one shape, or `act(gate)`; `act` is one of `ACTS`."""
+    assert native is not None
+    gate, up = gate.contiguous(), None if up is None else up.contiguous()
+    y = empty(gate.shape)
+    native.gated_at(
+        [gate.data_ptr(), 0 if up is None else up.data_ptr(), y.data_ptr()],
+        gate.numel(),
+        ACTS[act],
+        torch.get_num_threads(),
+    )
     return y
 
 
@@ -29,7 +47,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm over the last dimension; `weight` and `bias` `[D]` contiguous float32."""
     assert native is not None
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y = empty(x.shape)
     width = x.shape[-1]
     native.layer_norm_at(
         [part.data_ptr() for part in (x, weight, bias, y)],
@@ -47,7 +65,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     assert native is not None
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y = empty(x.shape)
     width = weight.shape[0]
     native.rms_norm_at(
         [x.data_ptr(), weight.data_ptr(), y.data_ptr()],
@@ -66,7 +84,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     assert native is not None
     if x.stride(3) != 1:
         x = x.contiguous()
-    y = torch.empty(x.shape)
+    y = empty(x.shape)
     cos, sin = cos.contiguous(), sin.contiguous()
     native.rotation_at(
         [part.data_ptr() for part in (x, cos, sin, y)],
@@ -80,7 +98,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     """The sum of two tensors of one shape."""
     assert native is not None
     x, y = x.contiguous(), y.contiguous()
-    total = torch.empty_like(x)
+    total = empty(x.shape)
     threads = torch.get_num_threads()
     native.add_at(x.data_ptr(), y.data_ptr(), total.data_ptr(), x.numel(), threads)
     return total

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from starquill.kernels.elementwise import ACTS
 from starquill.kernels.matmul import AffineKernel, way
 from starquill.kernels.native import as_rows, native
-
-# As in csrc/kernels.h, by the names that `hidden_act` uses.
-ACTS = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "relu": 2}
+from starquill.kernels.program import empty
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def weighted(
     for stack, bias in zip(stacks, biases, strict=True):
         if bias is not None and stack is not None and bias.numel() != stack.kernel.shape[0]:
             raise ValueError(f"bias {list(bias.shape)} does not fit {list(stack.kernel.shape)}")
-    out = torch.empty(x.shape)
+    out = empty(x.shape)
     gate, up, down = (None if stack is None else stack.kernel.handle for stack in stacks)
     addresses = (*biases, rows, chosen, weights, out)
     native.mixture_at(
@@ -72,8 +71,8 @@ def top_of_softmax(logits: Tensor, top: int, normalise: bool) -> tuple[Tensor, T
     assert native is not None
     logits = logits.contiguous()
     count = logits.shape[-1]
-    chosen = torch.empty((*logits.shape[:-1], top), dtype=torch.int64)
-    weights = torch.empty(chosen.shape)
+    chosen = empty((*logits.shape[:-1], top), torch.int64)
+    weights = empty(chosen.shape)
     native.route_at(
         [logits.data_ptr(), chosen.data_ptr(), weights.data_ptr()],
         [logits.numel() // count, count, top],

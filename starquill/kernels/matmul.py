@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from starquill.kernels.native import FLOAT_TYPES, as_rows, is_float, native, serves
+from starquill.kernels.program import empty
 
 # As in csrc/ops.h. Each row of x comes out the same in any company, but not the same both ways.
 _ROWS, _BANDS, _EXACT = 0, 1, 2
@@ -68,7 +69,7 @@ class AffineKernel:
                 raise ValueError(f"bias {list(bias.shape)} does not fit a weight {outputs} high")
             bias = as_rows(bias)
             self._bias = bias
-        out = torch.empty((*lead, outputs))
+        out = empty((*lead, outputs))
         self._native.matmul_at(
             rows.data_ptr(),
             math.prod(lead),
@@ -103,7 +104,7 @@ class AffineKernel:
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` int64 `[...]`, as `[..., in]` float32; IndexError for one not there."""
         ids = ids.contiguous()
-        out = torch.empty((*ids.shape, self._shape[1]))
+        out = empty((*ids.shape, self._shape[1]))
         self._native.rows_at(ids.data_ptr(), ids.numel(), out.data_ptr(), torch.get_num_threads())
         return out
 
@@ -137,7 +138,7 @@ def dense_matmul(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     matrix, rows = weight.contiguous(), as_rows(x)
     float_bias = None if bias is None else as_rows(bias)
     bias_at = 0 if float_bias is None else float_bias.data_ptr()
-    out = torch.empty((*lead, outputs))
+    out = empty((*lead, outputs))
     native.dense_matmul_at(
         [
             matrix.data_ptr(),

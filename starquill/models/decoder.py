@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from starquill.models.mixture import MixtureConfig
-from starquill.nn.activation import ACTIVATIONS
+from starquill.nn.activation import gated
 from starquill.nn.attention import AttentionStep, attend_cached
 from starquill.nn.linear import Linear
 from starquill.nn.lora import AdapterMix
@@ -57,7 +57,8 @@ class GatedMlp(nn.Module):
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act = ACTIVATIONS[config.hidden_act]
+        self.act_name = config.hidden_act
 
     def forward(self, x: Tensor, mix: AdapterMix | None) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x, mix)) * self.up_proj(x, mix), mix)
+        gate, up = self.gate_proj(x, mix), self.up_proj(x, mix)
+        return self.down_proj(gated(gate, up, self.act_name), mix)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,13 +18,9 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """x·σ(x). A step of single tokens, `[B, 1, D]`, gives each row the same in any company."""
-    if x.dim() < 3 or x.shape[-2] != 1 or not elementwise.takes(x):
-        return F.silu(x)
+    """x·σ(x)."""
     # torch computes the last few values of all rows by another exponential than the others.
-    values = x.numpy()
-    with np.errstate(over="ignore"):  # exp(-x) = inf where the result is 0
-        return torch.from_numpy(values / (1 + np.exp(-values)))
+    return elementwise.gated(x, None, "silu") if elementwise.takes(x) else F.silu(x)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -37,3 +31,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": silu,
 }
+
+
+def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """`act(gate)·up`, `act` by its name."""
+    if act in elementwise.ACTS and elementwise.takes(gate) and elementwise.takes(up):
+        return elementwise.gated(gate, up, act)
+    return ACTIVATIONS[act](gate) * up

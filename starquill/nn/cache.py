@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from starquill.kernels.attention import BLOCK, Paged, attends
+from starquill.kernels.program import aligned
 from starquill.nn.router import Routes
-
-_ALIGNED = 64  # a cache line, and the widest vector
 
 
 @dataclass(frozen=True)
@@ -236,6 +235,4 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     if device != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     count = int(np.prod(size)) * dtype.itemsize
-    data = np.zeros(count + _ALIGNED, dtype=np.uint8)
-    start = -data.ctypes.data % _ALIGNED
-    return torch.from_numpy(data[start : start + count]).view(dtype).view(size)
+    return torch.from_numpy(aligned(count)).view(dtype).view(size)

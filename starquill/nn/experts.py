@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from starquill.kernels import elementwise
-from starquill.kernels.experts import ACTS, ExpertMatrix, weighted
+from starquill.kernels.elementwise import ACTS
+from starquill.kernels.experts import ExpertMatrix, weighted
 from starquill.nn.activation import ACTIVATIONS
 from starquill.nn.disk import LayerExperts
 from starquill.nn.linear import Linear

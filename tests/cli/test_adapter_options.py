@@ -98,13 +98,13 @@ def test_bench_tells_what_acted(
     """And it did: every step of every round has a mix of as many rows."""
     rows: list[int] = []
     model = load(folders["base"])
-    hidden = model.model.hidden
+    embed = model.model.embed
 
-    def noting(batch: Any) -> Any:
-        rows.append(len(batch.mix.rows))
-        return hidden(batch)
+    def noting(ids: Any, mix: Any) -> Any:
+        rows.append(len(mix.rows))
+        return embed(ids, mix)
 
-    model.model.hidden = noting
+    model.model.embed = noting
     monkeypatch.setattr("starquill.cli.run.load", lambda *_, **__: model)
     sizes = ("--prompt", "4", "--depth", "3", "--batch", "1,2", "--tokens", "2", "--rounds", "1")
     adapter = f"{folders['a']}=0.5"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from starquill.kernels.attention import BLOCK, MOST_HEAD_DIM, Paged, attend_one, attends
-from starquill.kernels.elementwise import gelu_tanh, layer_norm
+from starquill.kernels.elementwise import ACTS, gated, gelu_tanh, layer_norm
 from starquill.kernels.native import native
 from starquill.nn.attention import AttentionStep, attend_cached
 from starquill.nn.cache import CacheShape, KvCache, blocks_for
@@ -159,6 +161,20 @@ def test_gelu_is_torchs() -> None:
         assert bad[0].isnan()
         assert bad[1] == float("inf")
         assert not bad[2] > 0
+
+
+@pytest.mark.parametrize("act", list(ACTS))
+def test_gated_activations_are_torchs(act: str) -> None:
+    x = torch.cat((torch.linspace(-90, 90, 20001), torch.tensor([1e30, -1e30, 0.0, 1e-40])))
+    up = torch.linspace(-2, 2, len(x))
+    torchs = {"silu": F.silu, "relu": F.relu}.get(act, partial(F.gelu, approximate="tanh"))
+    for level in native.isa_levels():
+        native.select_isa(level)
+        for other in (None, up):
+            expected = torchs(x.double()) * (1 if other is None else other.double())
+            found = gated(x, other, act).double()
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        assert gated(torch.tensor([float("nan"), 1.0]), torch.ones(2), act)[0].isnan()
 
 
 @pytest.mark.parametrize("width", [1, 7, 16, 100, 3072])

@@ -259,16 +259,16 @@ class Held:
     """Stands before a model: after `free` steps it stops until `open`."""
 
     def __init__(self, loaded: LoadedModel, free: int) -> None:
-        self.hidden, self.left = loaded.model.hidden, free
+        self.embed, self.left = loaded.model.embed, free
         self.reached, self.opened = threading.Event(), threading.Event()
-        loaded.model.hidden = self
+        loaded.model.embed = self
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, ids: Any, mix: Any = None) -> Any:
         self.left -= 1
         if self.left < 0:
             self.reached.set()
             assert self.opened.wait(60)
-        return self.hidden(batch)
+        return self.embed(ids, mix)
 
 
 @pytest.mark.parametrize("way", ["replace", "unload"])

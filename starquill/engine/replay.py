@@ -1,0 +1,131 @@
+"""Steps of one token a row, run again without Python between their operations."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from starquill.engine.loaded import LoadedModel
+from starquill.kernels.native import native
+from starquill.kernels.program import Arena, Program, recording
+from starquill.models.causal import CausalLM
+from starquill.models.spec import StepBatch
+from starquill.nn.attention import AttentionStep
+from starquill.nn.route import OneDevice
+
+log = logging.getLogger("starquill")
+
+MOST_SHAPES = 16  # of one mix of adapters
+Shape = tuple[int, int]  # rows, and how wide their tables are
+
+
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """The layers of a step, and what comes out of them.
+
+    `plans` keep alive what adapters' products point to. Weights are kept by the model.
+    """
+
+    program: Program
+    out: Tensor
+    plans: tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class _Known:
+    """How often steps of one shape have come, and what the second one was written down as."""
+
+    times: int = 0
+    written: _Written | None = None
+
+
+class _NoMix:
+    """Stands for the mix of a step without adapters."""
+
+
+class Replay:
+    """`hidden` of a model: a step whose shape has come before is written down, then run from there.
+
+    Programs have the addresses of weights and caches. The model's weights change only while
+    `requantize` has them, which no step of a program overlaps.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._arena = Arena()
+        self._version = 0
+        # By mix of adapters: they go when it does.
+        self._known: WeakKeyDictionary[Any, OrderedDict[Shape, _Known]] = WeakKeyDictionary()
+        self._no_mix = _NoMix()
+
+    def hidden(self, batch: StepBatch) -> Tensor:
+        """Final hidden states `[B, T, D]`, as the model's own to the last bit."""
+        model, requantizer = self._loaded.model, self._loaded.requantizer
+        with nullcontext() if requantizer is None else requantizer.lock:
+            if not self._takes(batch):
+                hidden: Tensor = model.hidden(batch)
+                return hidden
+            x, step = model.embed(batch.ids, batch.mix), model.step(batch)
+            finished: Tensor = model.finish(self._layers(x, step), batch.mix)
+            return finished
+
+    def _takes(self, batch: StepBatch) -> bool:
+        if self._version != (version := self._loaded.weights_version):
+            self._known.clear()
+            self._version = version
+        model = self._loaded.model
+        if native is None or version % 2 or not isinstance(model, CausalLM):
+            return False
+        # X-LoRA's mix is another one at every step.
+        same = batch.mix is None or batch.mix.scales.dim() == 2
+        here = isinstance(model.route, OneDevice) and batch.routes is None
+        return here and same and batch.ids.shape[1] == 1
+
+    def _layers(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """`[B, 1, D]` from the embedding to what comes out of the last layer."""
+        known = self._known_of(step, (x.shape[0], step.plan.paged.tables.shape[1]))
+        known.times += 1
+        if known.times == 2:
+            known.written = self._write(x, step)
+        if known.written is None:
+            return self._through(x, step)
+        known.written.program.run(_inputs(x, step))
+        return known.written.out
+
+    def _known_of(self, step: AttentionStep, shape: Shape) -> _Known:
+        shapes = self._known.setdefault(step.mix or self._no_mix, OrderedDict())
+        known = shapes.setdefault(shape, _Known())
+        shapes.move_to_end(shape)
+        if len(shapes) > MOST_SHAPES:
+            shapes.popitem(last=False)
+        return known
+
+    def _through(self, x: Tensor, step: AttentionStep) -> Tensor:
+        model = self._loaded.model
+        out: Tensor = model.route.through(model.model.layers, x, lambda _: step)
+        return out
+
+    def _write(self, x: Tensor, step: AttentionStep) -> _Written | None:
+        """The program of this step; None where torch has a part in it."""
+        if not step.plan.native:
+            return None
+        program = Program([part.contiguous().clone() for part in _inputs(x, step)], self._arena)
+        own_x, cos, sin, tables, starts = program.inputs
+        paged = replace(step.plan.paged, tables=tables, starts=starts)
+        own = replace(step, cos=cos, sin=sin, plan=replace(step.plan, paged=paged))
+        with recording(program):
+            out = self._through(own_x, own)
+        if program.refusal is not None:
+            log.debug("steps of %d rows are not written down: %s", len(x), program.refusal)
+            return None
+        return _Written(program, out, () if step.mix is None else tuple(step.mix.plans.values()))
+
+
+def _inputs(x: Tensor, step: AttentionStep) -> tuple[Tensor, ...]:
+    return (x, step.cos, step.sin, step.plan.paged.tables, step.plan.paged.starts)

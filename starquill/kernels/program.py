@@ -1,0 +1,121 @@
+"""A step's native operations, written down as they run, to run again without Python."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from starquill.kernels.native import native
+
+_ALIGNED = 64  # a cache line, and the widest vector
+
+
+def aligned(nbytes: int) -> NDArray[np.uint8]:
+    """Memory that begins at a cache line; taken from the system when it is written to."""
+    data = np.zeros(nbytes + _ALIGNED, dtype=np.uint8)
+    start = -data.ctypes.data % _ALIGNED
+    return data[start : start + nbytes]
+
+
+class Arena:
+    """Blocks of memory that programs share: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[NDArray[np.uint8]]] = defaultdict(list)
+
+    def lend(self, nbytes: int) -> NDArray[np.uint8]:
+        """A block, which is free again when what is returned is gone."""
+        free = self._free[nbytes]
+        block = free.pop() if free else aligned(nbytes)
+        lent = block[:]
+        weakref.finalize(lent, free.append, block).atexit = False
+        return lent
+
+
+class Program:
+    """What `recording` has written down. It computes with the values that are in `inputs` then.
+
+    Native code has addresses alone: weights and caches stay where they were as long as it is run.
+    What it makes is valid until a program of the same arena is run.
+    """
+
+    def __init__(self, inputs: Iterable[Tensor], arena: Arena) -> None:
+        assert native is not None
+        self.native = native.Program()
+        self.inputs = tuple(inputs)
+        self._arena = arena
+        for tensor in self.inputs:
+            self.native.own(tensor.data_ptr(), tensor.nbytes)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the step can't be run again; None where it can."""
+        return self.native.refusal or None
+
+    def run(self, values: Iterable[Tensor]) -> None:
+        """With `values` in place of `inputs`, of the same shapes, on the CPU."""
+        for place, value in zip(self.inputs, values, strict=True):
+            # numpy: torch would copy larger ones on threads of its own.
+            np.copyto(place.numpy(), value.numpy(force=True))
+        self.native.run(torch.get_num_threads())
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for an operation, for another one when the tensor is gone."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        block = self._arena.lend(nbytes)
+        self.native.own(block.ctypes.data, nbytes)
+        return torch.from_numpy(block).view(dtype).view(shape)
+
+
+class _Recorder(threading.local):
+    program: Program | None = None
+
+
+_recorder = _Recorder()
+
+
+def empty(shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Where a native operation puts what it makes: the program's memory while one is recorded."""
+    if _recorder.program is None:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return _recorder.program.empty(tuple(shape), dtype)
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses a program whose step has operations of torch's, all but other views of a tensor."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._program = program
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not func.is_view:
+            self._program.native.refuse(f"{func} is torch's")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recording(program: Program) -> Iterator[None]:
+    """Write down all native operations of this thread, which take place as well."""
+    assert _recorder.program is None, "one program at a time"
+    _recorder.program = program
+    program.native.begin()
+    try:
+        with _Watch(program):
+            yield
+    finally:
+        program.native.end()
+        _recorder.program = None

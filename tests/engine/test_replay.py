@@ -1,0 +1,182 @@
+"""Steps that are run again from what was written down are the model's own, to the last bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from starquill.engine.loaded import LoadedModel
+from starquill.engine.runner import Runner
+from starquill.kernels.native import native
+from starquill.kernels.program import Program
+from starquill.loading import load
+from starquill.models.spec import StepBatch
+from starquill.nn.lora import AdapterMix
+from tests import moe, tiny
+from tests.adapters import making
+
+if native is None:
+    pytest.skip("the native kernels were not built", allow_module_level=True)
+
+STEPS = 70  # over the end of a block
+
+
+class _Runs:
+    """How many steps were run from a program."""
+
+    count = 0
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Runs]:
+    found, run = _Runs(), Program.run
+
+    def counted(self: Program, values: Any) -> None:
+        found.count += 1
+        run(self, values)
+
+    monkeypatch.setattr(Program, "run", counted)
+    return found
+
+
+def _plain(runner: Runner) -> Runner:
+    """The same without programs."""
+
+    class Plain:
+        def hidden(self, batch: StepBatch) -> Tensor:
+            hidden: Tensor = runner.loaded.model.hidden(batch)
+            return hidden
+
+    runner._replay = Plain()  # type: ignore[assignment]
+    return runner
+
+
+def _decoded(
+    runner: Runner, rows: Sequence[int], mix: AdapterMix | None = None, steps: int = STEPS
+) -> list[Tensor]:
+    """Logits of `steps` steps of sequences with prompts of `rows` tokens."""
+    places = [runner.cache.place(200) for _ in rows]
+    for place, count in zip(places, rows, strict=True):
+        runner.prefill(place, tiny.random_ids(count))
+    ids = tiny.random_ids(steps * len(rows), seed=3)
+    return [
+        runner.decode(places, [[ids[step * len(rows) + row]] for row in range(len(rows))], mix)
+        for step in range(steps)
+    ]
+
+
+def _same(loaded: LoadedModel, rows: Sequence[int], mix: AdapterMix | None = None) -> None:
+    ours = _decoded(Runner(loaded, 40), rows, mix)
+    theirs = _decoded(_plain(Runner(loaded, 40)), rows, mix)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _mixture(folder: Path, family: str, **changes: Any) -> Path:
+    raw = moe.config(family, max_position_embeddings=256, **changes)
+    return moe.write(folder, raw, moe.reference(raw))
+
+
+@pytest.mark.parametrize("rows", [[5], [5, 30, 1]])
+@pytest.mark.parametrize("quant", [None, "4-g32", "2-g32"])
+def test_starcoder2(tmp_path: Path, runs: _Runs, quant: str | None, rows: list[int]) -> None:
+    raw = tiny.config(max_position_embeddings=256)
+    loaded = load(tiny.write_checkpoint(tmp_path, raw), quant=quant)
+    _same(loaded, rows)
+    assert runs.count == STEPS - 1
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mixtral", {}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}),
+        ("olmoe", {"clip_qkv": None}),
+        ("starcoder2_moe", {}),
+    ],
+)
+def test_mixtures(tmp_path: Path, runs: _Runs, family: str, changes: dict[str, Any]) -> None:
+    _same(load(_mixture(tmp_path, family, **changes), quant="4-g32"), [5, 30, 1])
+    assert runs.count == STEPS - 1
+
+
+@pytest.mark.parametrize(("family", "quant"), [("phimoe", "4-g32"), ("mixtral", None)])
+def test_where_torch_has_a_part_the_model_runs_itself(
+    tmp_path: Path, runs: _Runs, caplog: pytest.LogCaptureFixture, family: str, quant: str | None
+) -> None:
+    with caplog.at_level(logging.DEBUG, "starquill"):
+        _same(load(_mixture(tmp_path, family), quant=quant), [5, 30])
+    assert runs.count == 0
+    assert len([r for r in caplog.records if "not written down" in r.message]) == 1
+
+
+def test_adapters(tmp_path: Path, runs: _Runs) -> None:
+    """Three ways in one batch, while another adapter comes and goes."""
+    folders = [
+        making.peft_folder(tmp_path / name, seed=seed, r=4, target_modules=making.ALL)[0]
+        for seed, name in enumerate("abc")
+    ]
+    raw = tiny.config(max_position_embeddings=256)
+    loaded = load(tiny.write_checkpoint(tmp_path / "base", raw), quant="4-g32")
+    store = loaded.adapters
+    for name, folder in zip("ab", folders, strict=False):
+        store.load(name, folder)
+    leases = [store.lease({"a": 1.0}), None, store.lease({"a": 0.3, "b": 0.7})]
+    mix = store.mix_of(leases, [1, 1, 1])
+    _same(loaded, [5, 30, 1], mix)
+    assert runs.count == STEPS - 1
+    runner, plain = Runner(loaded, 100), _plain(Runner(loaded, 100))
+    before = _decoded(runner, [5, 30, 1], mix, 4)
+    store.load("c", folders[2])
+    store.unload("c")
+    after = _decoded(runner, [5, 30, 1], mix, 4)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for other in (None, store.mix_of([store.lease({"b": 1.0})] * 3, [1, 1, 1])):
+        ours, theirs = (_decoded(r, [5, 30, 1], other, 4) for r in (runner, plain))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_programs_go_with_their_mix(tmp_path: Path) -> None:
+    folder = making.peft_folder(tmp_path / "a", seed=0, r=4)[0]
+    loaded = making.base(tmp_path)
+    loaded.adapters.load("a", folder)
+    with loaded.adapters.lease({"a": 1.0}) as lease:
+        runner = Runner(loaded, 40)
+        place = runner.cache.place(50)
+        runner.prefill(place, tiny.random_ids(5))
+        for _ in range(3):
+            runner.decode([place], [[7]], loaded.adapters.mix_of([lease], [1]))
+        assert len(runner._replay._known) == 1
+    loaded.adapters.unload("a")
+    assert len(runner._replay._known) == 0
+
+
+def test_other_weights_are_seen_at_once(tmp_path: Path, runs: _Runs) -> None:
+    raw = tiny.config(max_position_embeddings=256)
+    folder = tiny.write_checkpoint(tmp_path, raw)
+    loaded = load(folder, quant="4-g32")
+    runner = Runner(loaded, 40)
+    before = _decoded(runner, [5], steps=4)
+    loaded.requantize("3-g32")
+    after = _decoded(runner, [5], steps=4)
+    fresh = _decoded(_plain(Runner(load(folder, quant="3-g32"), 40)), [5], steps=4)
+    assert all(torch.equal(a, b) for a, b in zip(after, fresh, strict=True))
+    assert not torch.equal(before[-1], after[-1])
+    assert runs.count == 6
+
+
+def test_shapes_are_forgotten_the_oldest_first(tmp_path: Path, runs: _Runs) -> None:
+    loaded = load(tiny.write_checkpoint(tmp_path, tiny.config(max_position_embeddings=256)))
+    runner = Runner(loaded, 1200)
+    for count in range(1, 20):
+        _decoded(runner, [3] * count, steps=2)
+    runs.count = 0
+    _decoded(runner, [3] * 19, steps=1)
+    assert runs.count == 1
+    _decoded(runner, [3], steps=1)
+    assert runs.count == 1
