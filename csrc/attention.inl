@@ -43,21 +43,30 @@ void attend_rows(const Attention& job, int64_t first, int64_t end, int64_t head,
       for (int64_t i = 0; i < n; ++i) out(row)[h * n + i] = 0;
     }
   const int64_t seen = greater<int64_t>(job.positions[first] + 1 - job.window, 0);
-  for (int64_t start = seen / kBlock * kBlock; start <= last; start += kBlock) {
-    const int64_t keys = lesser<int64_t>(kBlock, last + 1 - start);
-    const int64_t place = job.tables.place(first, start, job.key_heads, head) * n;
-    transpose_keys(job.k + place, n, keys, to.transposed);
+  const auto place = [&](int64_t start) {
+    return job.tables.place(first, start, job.key_heads, head) * n;
+  };
+  const int64_t begin = seen / kBlock * kBlock;
+  for (int64_t start = begin, here = place(begin); start <= last;) {
+    const int64_t keys = lesser<int64_t>(kBlock, last + 1 - start), after = start + kBlock;
+    const int64_t next = after <= last ? place(after) : here;
+    // Memory is slower than this: while a block is worked on, the next one is asked for.
+    const float* soon = start == begin ? job.v + here : job.k + next;
+    transpose_keys(job.k + here, n, keys, to.transposed, soon);
     gemm(to.queries, n, to.transposed, kBlock, to.scores, kBlock, queries, kBlock, n, false);
+    const int64_t share = kBlock * n / queries;
     for (int64_t row = first; row < end; ++row) {
       const int64_t high = job.positions[row] + 1 - start, query = (row - first) * heads;
       for (int64_t h = 0; h < heads; ++h) {
+        ask_for(job.v + next + (query + h) * share, share);
         const float shrink = soften(job.scale, to.scores + (query + h) * kBlock, keys, high - job.window,
                                     high, to.most + query + h, to.total + query + h);
         if (shrink != 1)
           for (int64_t i = 0; i < n; ++i) out(row)[h * n + i] *= shrink;
       }
-      gemm(to.scores + query * kBlock, kBlock, job.v + place, n, out(row), n, heads, n, keys, true);
+      gemm(to.scores + query * kBlock, kBlock, job.v + here, n, out(row), n, heads, n, keys, true);
     }
+    start = after, here = next;
   }
   for (int64_t row = first; row < end; ++row)
     for (int64_t h = 0; h < heads; ++h)

@@ -78,10 +78,17 @@ void gemm(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, in
   }
 }
 
-// Keys [keys, n] to [n, kBlock], zeros behind the last: then each lane is a key.
-void transpose_keys(const float* k, int64_t n, int64_t keys, float* to) {
+// Asks for what will be read soon, into the second level of cache: the first is full.
+inline void ask_for(const float* p, int64_t floats) {
+  for (int64_t i = 0; i < floats; i += 16) __builtin_prefetch(p + i, 0, 2);
+}
+
+// Keys [keys, n] to [n, kBlock], zeros behind the last: then each lane is a key. Meanwhile asks for
+// as many at `soon`.
+void transpose_keys(const float* k, int64_t n, int64_t keys, float* to, const float* soon) {
   for (int64_t first = 0; first < kBlock; first += L)
     for (int64_t d = 0; d < n; d += L) {
+      ask_for(soon, L * L), soon += L * L;
       const int width = static_cast<int>(lesser<int64_t>(L, n - d));
       I tile[L];
       for (int i = 0; i < L; ++i) {
