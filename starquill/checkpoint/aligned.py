@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from starquill.checkpoint.source import DTYPES
+from starquill.kernels.memory import LARGE_PAGE, LINE
 
-LINE = 64  # bytes of a line of cache, and of the widest vector
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -32,10 +33,18 @@ def save_aligned(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % LINE)
-    with path.open("wb") as file:
+    with path.open("wb", buffering=LARGE_PAGE) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in order:
             # In bytes: numpy has no bfloat16.
             flat = tensors[name].detach().cpu().contiguous().flatten()
-            file.write(flat.view(torch.uint8).numpy().data)
+            _write(file, memoryview(flat.view(torch.uint8).numpy().data))
+
+
+def _write(file: BinaryIO, data: memoryview) -> None:
+    """In pieces that fill the file's buffer: what is written so, systems keep in large pages."""
+    while data:
+        room = LARGE_PAGE - file.tell() % LARGE_PAGE
+        file.write(data[:room])
+        data = data[room:]

@@ -16,16 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from starquill.kernels.memory import aligned
 from starquill.kernels.native import native
-
-_ALIGNED = 64  # a cache line, and the widest vector
-
-
-def aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Memory that begins at a cache line; taken from the system when it is written to."""
-    data = np.zeros(nbytes + _ALIGNED, dtype=np.uint8)
-    start = -data.ctypes.data % _ALIGNED
-    return data[start : start + nbytes]
 
 
 class Arena:

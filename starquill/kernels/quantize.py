@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from starquill.kernels.memory import for_weights
 from starquill.kernels.native import native
 
 
@@ -27,10 +28,9 @@ def fit_groups(
     assert native is not None
     bits, group, hqq = settings
     out, width = weight.shape
-    packed = torch.empty(out, width * bits // 8, dtype=torch.uint8)
+    packed = for_weights((out, width * bits // 8), torch.uint8)
     dtype = torch.float16 if unit is None else torch.float32
-    scales = torch.empty(out, width // group, dtype=dtype)
-    biases = torch.empty_like(scales)
+    scales, biases = (for_weights((out, width // group), dtype) for _ in range(2))
     native.quantize(
         weight.detach().contiguous(),
         (bits, group, int(hqq)),

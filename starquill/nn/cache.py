@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from starquill.kernels.attention import BLOCK, Paged, attends
-from starquill.kernels.program import aligned
+from starquill.kernels.memory import aligned
 from starquill.nn.router import Routes
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from starquill.kernels.matmul import AffineKernel
+from starquill.kernels.memory import for_weights
 from starquill.kernels.native import serves
 from starquill.quant.bands import each_expert, in_bands
 
@@ -153,8 +154,15 @@ class AffineWeight:
 def stack(experts: Sequence[AffineWeight]) -> AffineWeight:
     """Matrices of one shape and packing, `[out, in]`, as `[E, out, in]`."""
     packed, scales, biases = (
-        torch.stack([part.to(wide) for part in parts])
+        _stacked(parts)
         for parts in zip(*((e.packed, e.scales, e.biases) for e in experts), strict=True)
-        for wide in [reduce(torch.promote_types, (part.dtype for part in parts))]
     )
     return replace(experts[0], packed=packed, scales=scales, biases=biases)
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    wide = reduce(torch.promote_types, (part.dtype for part in parts))
+    if not all(part.is_cpu for part in parts):
+        return torch.stack([part.to(wide) for part in parts])
+    whole = for_weights((len(parts), *parts[0].shape), wide)
+    return torch.stack([part.to(wide) for part in parts], out=whole)
