@@ -91,8 +91,8 @@ class Replay:
         """`[B, 1, D]` from the embedding to what comes out of the last layer."""
         known = self._known_of(step, (x.shape[0], step.plan.paged.tables.shape[1]))
         known.times += 1
-        if known.times == 2:
-            known.written = self._write(x, step)
+        if known.times == 2 and step.plan.native:
+            return self._write(x, step, known)
         if known.written is None:
             return self._through(x, step)
         known.written.program.run(_inputs(x, step))
@@ -111,20 +111,20 @@ class Replay:
         out: Tensor = model.route.through(model.model.layers, x, lambda _: step)
         return out
 
-    def _write(self, x: Tensor, step: AttentionStep) -> _Written | None:
-        """The program of this step; None where torch has a part in it."""
-        if not step.plan.native:
-            return None
+    def _write(self, x: Tensor, step: AttentionStep, known: _Known) -> Tensor:
+        """Do this step, and write it down unless torch has a part in it."""
         program = Program([part.contiguous().clone() for part in _inputs(x, step)], self._arena)
         own_x, cos, sin, tables, starts = program.inputs
         paged = replace(step.plan.paged, tables=tables, starts=starts)
         own = replace(step, cos=cos, sin=sin, plan=replace(step.plan, paged=paged))
         with recording(program):
             out = self._through(own_x, own)
-        if program.refusal is not None:
+        if program.refusal is None:
+            plans = () if step.mix is None else tuple(step.mix.plans.values())
+            known.written = _Written(program, out, plans)
+        else:
             log.debug("steps of %d rows are not written down: %s", len(x), program.refusal)
-            return None
-        return _Written(program, out, () if step.mix is None else tuple(step.mix.plans.values()))
+        return out
 
 
 def _inputs(x: Tensor, step: AttentionStep) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from starquill.kernels.memory import aligned
 from starquill.kernels.native import native
@@ -84,18 +84,25 @@ def empty(shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
     return _recorder.program.empty(tuple(shape), dtype)
 
 
-class _Watch(TorchDispatchMode):
-    """Refuses a program whose step has operations of torch's, all but other views of a tensor."""
+# What may be asked of a tensor in a recorded step. Some of these copy where they can't make a view:
+# a copy is not in the program's memory, and who reads it is refused.
+_LOOKING = {"__get__", "__len__", "data_ptr", "dim", "is_contiguous", "numel", "size", "stride"}
+_VIEWING = {"__getitem__", "expand", "squeeze", "transpose", "unflatten", "unsqueeze", "view"}
+_HARMLESS = _LOOKING | _VIEWING | {"contiguous", "flatten", "float", "reshape", "to"}
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses a program whose step has torch compute something."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
         self._program = program
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not func.is_view:
-            self._program.native.refuse(f"{func} is torch's")
+        if func.__name__ not in _HARMLESS:
+            self._program.native.refuse(f"torch's {func.__name__} has a part in it")
         return func(*args, **(kwargs or {}))
 
 
