@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from starquill.kernels import elementwise
@@ -126,10 +128,10 @@ def _long_rope(rope: RopeConfig, span: int) -> LongRope:
     return chosen
 
 
-def _scales(rope: RopeConfig, spans: Tensor) -> float | np.ndarray:
+def _scales(rope: RopeConfig, spans: Tensor) -> np.float32 | NDArray[np.float32]:
     """What cos and sin are scaled by: one number, or of each row `[B, 1, 1]`."""
     if rope.type != "longrope":
-        return rope.attention_factor
+        return np.float32(rope.attention_factor)
     scales = [_long_rope(rope, span).scale for span in spans.tolist()]
     return np.array(scales, dtype=np.float32)[:, None, None]
 
@@ -140,14 +142,22 @@ def rope_table(rope: RopeConfig, positions: Tensor, spans: Tensor) -> tuple[Tens
     `spans` `[B]` is the length that each row's sequence may reach (see `frequencies`).
     """
     if rope.needs_span:
-        inverse = torch.stack([frequencies(rope, int(span)) for span in spans])  # [B, Dh/2]
-        angles = positions[..., None].float() * inverse[:, None]
+        inverse = np.stack([_frequencies(rope, int(span))[None] for span in spans])  # [B, 1, Dh/2]
     else:
-        angles = positions[..., None].float() * frequencies(rope, 0)  # [B, T, Dh/2]
+        inverse = _frequencies(rope, 0)
     # numpy: torch's cos and sin of a few values wake all of its threads, for milliseconds.
-    turned = (f(angles.numpy(force=True)) * _scales(rope, spans) for f in (np.cos, np.sin))
-    cos, sin = (torch.from_numpy(half).to(angles.dtype) for half in turned)
-    return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((sin, sin), dim=-1)[:, None]
+    angles = positions.numpy(force=True)[..., None].astype(np.float32) * inverse  # [B, T, Dh/2]
+    scales = _scales(rope, spans)
+    cos, sin = (
+        torch.from_numpy(np.concatenate((half, half), axis=-1)[:, None])
+        for half in (np.cos(angles) * scales, np.sin(angles) * scales)
+    )
+    return cos, sin
+
+
+@lru_cache(maxsize=64)
+def _frequencies(rope: RopeConfig, span: int) -> NDArray[np.float32]:
+    return frequencies(rope, span).numpy()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
