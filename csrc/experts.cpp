@@ -254,4 +254,10 @@ void route(Routing job, int64_t rows, int threads) {
                [&](int64_t begin, int64_t end) { chosen_kernels().route(job, begin, end); });
 }
 
+void sparsemixer(Routing job, int64_t rows, int threads) {
+  job.scratch = reinterpret_cast<float*>(between.take(4 * rows * job.experts));
+  parallel_for(threads, rows, kElements / (job.experts * 4) + 1,
+               [&](int64_t begin, int64_t end) { chosen_kernels().sparsemixer(job, begin, end); });
+}
+
 }  // namespace starquill

@@ -64,5 +64,33 @@ void route(const Routing& job, int64_t begin, int64_t end) {
   }
 }
 
+// Two experts as nn/router.py says. A row with NaN has NaN weights, and experts that exist.
+void sparsemixer(const Routing& job, int64_t begin, int64_t end) {
+  const float never = -as_float(0x7f800000);
+  for (int64_t row = begin; row < end; ++row) {
+    const float* logits = job.logits + row * job.experts;
+    float* left = job.scratch + row * job.experts;
+    bool sound = true;
+    for (int64_t e = 0; e < job.experts; ++e) {
+      left[e] = logits[e];
+      sound = sound && logits[e] == logits[e];
+    }
+    for (int64_t rank = 0; rank < 2; ++rank) {
+      int64_t best = 0;
+      for (int64_t e = 1; e < job.experts; ++e)
+        if (left[e] > left[best]) best = e;
+      float total = 0;
+      for (int64_t e = 0; e < job.experts; ++e) {
+        const float size = logits[e] < 0 ? -logits[e] : logits[e];
+        const bool far = (left[best] - logits[e]) / greater(size, left[best]) > 2 * job.jitter;
+        total += far ? 0.0f : exponential(left[e] - left[best]);
+      }
+      job.chosen[row * 2 + rank] = best;
+      job.weights[row * 2 + rank] = sound ? 1.0f / total : as_float(0x7fc00000);
+      left[best] = never;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace starquill

@@ -227,6 +227,7 @@ struct Routing {
   float* weights;
   int64_t experts, top;
   bool normalise;
+  float jitter;  // of `sparsemixer`, whose top is 2; other fields are the same
 };
 
 struct Kernels {
@@ -257,6 +258,7 @@ struct Kernels {
   void (*add_scaled)(float* sum, const float* x, float weight, int64_t count);
   void (*rms_norm)(const LayerNorm&, int64_t begin, int64_t end);
   void (*route)(const Routing&, int64_t begin, int64_t end);
+  void (*sparsemixer)(const Routing&, int64_t begin, int64_t end);
 };
 
 // Rows of a weight that `prefill` works on at once, and the bytes of scratch that it needs.

@@ -21,6 +21,7 @@ const Kernels avx2_kernels = {
     decode,  prefill,     dequantize, exact, dense, remember, attend,
     flash,   layer_norm,  rotation, store, add, gelu,
     shrink,  expand,     gated,   add_scaled, rms_norm, route,
+    sparsemixer,
 };
 
 }  // namespace starquill

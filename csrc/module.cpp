@@ -305,9 +305,20 @@ void route_at(const std::array<uintptr_t, 3>& at, const std::array<int64_t, 3>& 
   const auto [rows, experts, top] = shape;
   check(top > 0 && top <= experts, "top is not one of the experts' number");
   const Routing job{reinterpret_cast<const float*>(at[0]), nullptr, reinterpret_cast<int64_t*>(at[1]),
-                    reinterpret_cast<float*>(at[2]), experts, top, normalise};
+                    reinterpret_cast<float*>(at[2]), experts, top, normalise, 0};
   perform({{job.logits}, {job.chosen, job.weights}}, threads,
           [job, rows = shape[0]](int n) { route(job, rows, n); });
+}
+
+// The same for `sparsemixer`; `shape` is rows and experts.
+void sparsemixer_at(const std::array<uintptr_t, 3>& at, const std::array<int64_t, 2>& shape, float jitter,
+                    int threads) {
+  const auto [rows, experts] = shape;
+  check(experts >= 2, "there are not two experts");
+  const Routing job{reinterpret_cast<const float*>(at[0]), nullptr, reinterpret_cast<int64_t*>(at[1]),
+                    reinterpret_cast<float*>(at[2]), experts, 2, false, jitter};
+  perform({{job.logits}, {job.chosen, job.weights}}, threads,
+          [job, rows = shape[0]](int n) { sparsemixer(job, rows, n); });
 }
 
 // x, cos, sin and y; `shape` is B, H, T, Dh and x's strides of the first three.
@@ -408,6 +419,7 @@ NB_MODULE(_native, m) {
   m.def("mixture_at", &mixture_at, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg());
   m.def("route_at", &route_at);
+  m.def("sparsemixer_at", &sparsemixer_at);
   nb::class_<Program>(m, "Program")
       .def(nb::init<>())
       .def("own", [](Program& program, uintptr_t at, int64_t bytes) {

@@ -72,6 +72,7 @@ struct Mixture {
 // `way` is rows or bands. Throws std::out_of_range for an expert that is not there.
 void mixture(const Mixture&, Way, int threads);
 void route(Routing, int64_t rows, int threads);  // makes room for `scratch`
+void sparsemixer(Routing, int64_t rows, int threads);  // the same
 
 // The largest |w|, NaN if any is: `count` values.
 float largest(const void* w, Float type, int64_t count, int threads);

@@ -80,3 +80,19 @@ def top_of_softmax(logits: Tensor, top: int, normalise: bool) -> tuple[Tensor, T
         torch.get_num_threads(),
     )
     return chosen, weights
+
+
+def sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Two experts of `logits` `[..., E]` float32 and their weights, as `nn.router` says."""
+    assert native is not None
+    logits = logits.contiguous()
+    count = logits.shape[-1]
+    chosen = empty((*logits.shape[:-1], 2), torch.int64)
+    weights = empty(chosen.shape)
+    native.sparsemixer_at(
+        [logits.data_ptr(), chosen.data_ptr(), weights.data_ptr()],
+        [logits.numel() // count, count],
+        jitter,
+        torch.get_num_threads(),
+    )
+    return chosen, weights

@@ -64,6 +64,8 @@ def sparsemixer(logits: Tensor, jitter: float) -> Routes:
     the same among the others.
     """
     scores = logits.float()
+    if elementwise.takes(scores):
+        return Routes(*experts.sparsemixer(scores, jitter))
     left, chosen, weights = scores, [], []
     for _ in range(2):
         best, expert = left.max(dim=-1, keepdim=True)

@@ -97,6 +97,7 @@ def test_starcoder2(tmp_path: Path, runs: _Runs, quant: str | None, rows: list[i
         ("mixtral", {}),
         ("qwen3_moe", {"mlp_only_layers": [1]}),
         ("olmoe", {"clip_qkv": None}),
+        ("phimoe", {}),
         ("starcoder2_moe", {}),
     ],
 )
@@ -105,7 +106,7 @@ def test_mixtures(tmp_path: Path, runs: _Runs, family: str, changes: dict[str, A
     assert runs.count == STEPS - 2
 
 
-@pytest.mark.parametrize(("family", "quant"), [("phimoe", "4-g32"), ("mixtral", None)])
+@pytest.mark.parametrize(("family", "quant"), [("olmoe", "4-g32"), ("mixtral", None)])
 def test_where_torch_has_a_part_the_model_runs_itself(
     tmp_path: Path, runs: _Runs, caplog: pytest.LogCaptureFixture, family: str, quant: str | None
 ) -> None:
