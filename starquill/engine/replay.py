@@ -21,7 +21,7 @@ from starquill.nn.route import OneDevice
 
 log = logging.getLogger("starquill")
 
-MOST_SHAPES = 16  # of one mix of adapters
+MOST_SHAPES = 64  # of one mix of adapters
 Shape = tuple[int, int]  # rows, and how wide their tables are
 
 

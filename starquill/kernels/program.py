@@ -16,21 +16,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from starquill.kernels.memory import aligned
+from starquill.kernels.memory import LINE, aligned
 from starquill.kernels.native import native
 
 
 class Arena:
-    """Blocks of memory that programs share: only one of them runs at a time."""
+    """Blocks of memory that programs share: only one of them runs at a time.
+
+    In powers of two, so that steps of other numbers of rows find use for them too.
+    """
 
     def __init__(self) -> None:
         self._free: dict[int, list[NDArray[np.uint8]]] = defaultdict(list)
 
     def lend(self, nbytes: int) -> NDArray[np.uint8]:
         """A block, which is free again when what is returned is gone."""
-        free = self._free[nbytes]
-        block = free.pop() if free else aligned(nbytes)
-        lent = block[:]
+        size = 1 << max(nbytes - 1, LINE - 1).bit_length()
+        free = self._free[size]
+        block = free.pop() if free else aligned(size)
+        lent = block[:nbytes]
         weakref.finalize(lent, free.append, block).atexit = False
         return lent
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from starquill.engine import replay
 from starquill.engine.loaded import LoadedModel
 from starquill.engine.runner import Runner
 from starquill.kernels.native import native
@@ -171,7 +172,10 @@ def test_other_weights_are_seen_at_once(tmp_path: Path, runs: _Runs) -> None:
     assert runs.count == 4
 
 
-def test_shapes_are_forgotten_the_oldest_first(tmp_path: Path, runs: _Runs) -> None:
+def test_shapes_are_forgotten_the_oldest_first(
+    tmp_path: Path, runs: _Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "MOST_SHAPES", 16)
     loaded = load(tiny.write_checkpoint(tmp_path, tiny.config(max_position_embeddings=256)))
     runner = Runner(loaded, 1200)
     for count in range(1, 20):
@@ -181,3 +185,15 @@ def test_shapes_are_forgotten_the_oldest_first(tmp_path: Path, runs: _Runs) -> N
     assert runs.count == 1
     _decoded(runner, [3], steps=1)
     assert runs.count == 1
+
+
+def test_programs_of_many_shapes_share_their_memory(tmp_path: Path) -> None:
+    def taken(most: int) -> int:
+        runner = Runner(loaded, 4 * most * (most + 1))
+        for count in range(1, most + 1):
+            _decoded(runner, [3] * count, steps=2)
+        return sum(size * len(free) for size, free in runner._replay._arena._free.items())
+
+    loaded = load(tiny.write_checkpoint(tmp_path, tiny.config(max_position_embeddings=256)))
+    assert taken(24) < 2.5 * taken(12)
+    assert taken(12) < 2.5 * 12 * taken(1)
