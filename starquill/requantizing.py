@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from starquill.checkpoint.build import Fit, assign, compare, tie, weight_of
 from starquill.checkpoint.opening import Checkpoint
+from starquill.engine.loaded import Watcher
 from starquill.errors import StarquillError
 from starquill.isq import IsqPlan, apply_isq
 from starquill.quant.weight import Computing
@@ -25,15 +27,21 @@ class Requantizer:
     checkpoint: Checkpoint
     computing: Computing
     times: int = 0  # that weights began or ended to change
-    lock: Lock = field(default_factory=Lock)  # held by who relies on them, and to begin
+    watchers: WeakSet[Watcher] = field(default_factory=WeakSet)
+    _one: Lock = field(default_factory=Lock)
 
     def __call__(self, quant: str | QuantOptions | None) -> RequantizeReport:
         """Give every matrix its scheme in `quant`, or its stored values for None.
 
         One matrix at a time: it is read, quantized and only then put in place of the old one, so
         a running request sees either. One that fails keeps what it had and is reported.
-        Raises BadRequestError for a scheme that makes no sense, before anything changes.
+        Raises BadRequestError for a scheme that makes no sense, before anything changes. A second
+        call waits for the first.
         """
+        with self._one:
+            return self._all(quant)
+
+    def _all(self, quant: str | QuantOptions | None) -> RequantizeReport:
         checkpoint, spec = self.checkpoint, self.checkpoint.spec
         plan = IsqPlan({})
         if quant is not None:
@@ -42,21 +50,22 @@ class Requantizer:
         fit = compare(spec, spec.Model(checkpoint.config), checkpoint.source.infos)
         fit.check()
         tied = weight_of(self.model, spec.head) is weight_of(self.model, spec.embedding)
+        names = [n for n in self._matrices(fit) if not (tied and n == f"{spec.head}.weight")]
         kept: dict[str, str] = {}
-        changed = 0
-        with self.lock:
-            self.times += 1
-        for name in self._matrices(fit):
-            if tied and name == f"{spec.head}.weight":
-                continue
-            try:
-                self._replace(name, fit, plan)
-                changed += 1
-            except (StarquillError, OSError, MemoryError) as error:
-                kept[name] = str(error) or type(error).__name__
-        if tied:
-            tie(self.model, spec)
         self.times += 1
+        try:
+            for watcher in list(self.watchers):
+                watcher.forget()
+            for name in names:
+                try:
+                    self._replace(name, fit, plan)
+                except (StarquillError, OSError, MemoryError) as error:
+                    kept[name] = str(error) or type(error).__name__
+        finally:
+            if tied:
+                tie(self.model, spec)
+            self.times += 1
+        changed = len(names) - len(kept)
         infos = stored_infos(checkpoint)
         return RequantizeReport(changed, kept, plan.summary(infos) if plan.schemes else "")
 

@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from threading import Lock
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from starquill.checkpoint.mapped import MappedFiles
 from starquill.checkpoint.memory import available_memory
 from starquill.checkpoint.opening import Checkpoint, open_mapped
 from starquill.checkpoint.source import HeaderSource, Stored, TensorInfo, WeightSource
+from starquill.engine.loaded import Watcher
 from starquill.errors import CapacityError, UnsupportedError
 from starquill.isq import IsqPlan
 from starquill.models.spec import ArchSpec
@@ -262,7 +263,7 @@ class Stays:
 
     def __init__(self, name: str, why: str) -> None:
         self._name, self._why = name, why
-        self.lock = Lock()
+        self.watchers: WeakSet[Watcher] = WeakSet()
 
     def __call__(self, quant: object) -> RequantizeReport:  # noqa: ARG002
         raise UnsupportedError(

@@ -59,6 +59,7 @@ class TensorInfo:
         return self.dtype.startswith("q")
 
 
+_FileKey = tuple[Path, int, int, int]  # a path with its device, inode and size
 Stored = Tensor | AffineWeight | PermutedWeight
 
 
@@ -143,7 +144,9 @@ class SafetensorsSource:
             )
         self._locations = {name: headers[path][name] for name, path in place.items()}
         self.infos = {name: location.info for name, location in self._locations.items()}
-        self._mapped: WeakValueDictionary[Path, mmap.mmap] = WeakValueDictionary()
+        self._mapped: WeakValueDictionary[tuple[Path, int, int, int], mmap.mmap] = (
+            WeakValueDictionary()
+        )
 
     def read(self, name: str) -> Tensor:
         """One tensor, in memory of its own."""
@@ -169,10 +172,12 @@ class SafetensorsSource:
             return self.read(name)
         start = self._locations[name].start
         try:
-            file = self._mapped.get(path) or _map_file(path)
+            found = path.stat()
+            key = (path, found.st_dev, found.st_ino, found.st_size)  # not what it has been before
+            file = self._mapped.get(key) or _map_file(path)
         except (OSError, ValueError) as error:  # ValueError: it is empty
             raise CheckpointError(f"{path}: {name} cannot be mapped: {error}") from None
-        self._mapped[path] = file
+        self._mapped[key] = file
         if start + count > len(file):
             raise CheckpointError(f"{path} became shorter while it was read")
         return self.shaped(name, _part(file, start, count))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -25,14 +25,21 @@ from starquill.placement.sizes import host
 from starquill.types import RequantizeReport
 
 
-class Requantizing(Protocol):
-    """Quantizes a model's matrices anew; `times` counts when weights began or ended to change.
+class Watcher(Protocol):
+    def forget(self) -> None:
+        """Let go of all weights; from any thread."""
+        ...
 
-    Weights are as they are while `times` is even and `lock` is held.
+
+class Requantizing(Protocol):
+    """Quantizes a model's matrices anew.
+
+    `times` counts when weights began or ended to change: they do while it is odd. `watchers` are
+    told when they begin to.
     """
 
     times: int
-    lock: Lock
+    watchers: WeakSet[Watcher]
 
     def __call__(self, quant: Any) -> RequantizeReport: ...
 

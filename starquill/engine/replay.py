@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,24 +24,22 @@ MOST_SHAPES = 64  # of one mix of adapters
 Shape = tuple[int, int]  # rows, and how wide their tables are
 
 
-@dataclass(frozen=True, eq=False)
-class _Written:
-    """The layers of a step, and what comes out of them.
-
-    `plans` keep alive what adapters' products point to. Weights are kept by the model.
-    """
-
-    program: Program
-    out: Tensor
-    plans: tuple[Any, ...]
-
-
 @dataclass(eq=False)
 class _Known:
-    """How often steps of one shape have come, and what the second one was written down as."""
+    """How often steps of one shape have come, and what one of them was written down as.
+
+    `program` keeps the weights, the cache and the adapters' parts that it points to; `out` is what
+    comes out of the layers. `times` is a power of two when it is tried: the first step makes ready
+    what weights and adapters make ready once, and what was in the way may be gone later.
+    """
 
     times: int = 0
-    written: _Written | None = None
+    program: Program | None = None
+    out: Tensor | None = None
+
+    @property
+    def is_due(self) -> bool:
+        return self.program is None and self.times > 1 and self.times & (self.times - 1) == 0
 
 
 class _NoMix:
@@ -52,32 +49,36 @@ class _NoMix:
 class Replay:
     """`hidden` of a model: a step whose shape has come before is written down, then run from there.
 
-    Programs have the addresses of weights and caches. The model's weights change only while
-    `requantize` has them, which no step of a program overlaps.
+    A program is of one version of the weights, and none is kept when they begin to change.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._arena = Arena()
         self._version = 0
+        self._no_mix = _NoMix()
+        self.forget()
+        if loaded.requantizer is not None:
+            loaded.requantizer.watchers.add(self)
+
+    def forget(self) -> None:
+        """Let go of all weights; from any thread. A step that runs goes on with those it has."""
         # By mix of adapters: they go when it does.
         self._known: WeakKeyDictionary[Any, OrderedDict[Shape, _Known]] = WeakKeyDictionary()
-        self._no_mix = _NoMix()
 
     def hidden(self, batch: StepBatch) -> Tensor:
         """Final hidden states `[B, T, D]`, as the model's own to the last bit."""
-        model, requantizer = self._loaded.model, self._loaded.requantizer
-        with nullcontext() if requantizer is None else requantizer.lock:
-            if not self._takes(batch):
-                hidden: Tensor = model.hidden(batch)
-                return hidden
-            x, step = model.embed(batch.ids, batch.mix), model.step(batch)
-            finished: Tensor = model.finish(self._layers(x, step), batch.mix)
-            return finished
+        model = self._loaded.model
+        if not self._takes(batch):
+            hidden: Tensor = model.hidden(batch)
+            return hidden
+        x, step = model.embed(batch.ids, batch.mix), model.step(batch)
+        finished: Tensor = model.finish(self._layers(x, step), batch.mix)
+        return finished
 
     def _takes(self, batch: StepBatch) -> bool:
         if self._version != (version := self._loaded.weights_version):
-            self._known.clear()
+            self.forget()
             self._version = version
         model = self._loaded.model
         if native is None or version % 2 or not isinstance(model, CausalLM):
@@ -91,12 +92,12 @@ class Replay:
         """`[B, 1, D]` from the embedding to what comes out of the last layer."""
         known = self._known_of(step, (x.shape[0], step.plan.paged.tables.shape[1]))
         known.times += 1
-        if known.times == 2 and step.plan.native:
+        if known.is_due and step.plan.native:
             return self._write(x, step, known)
-        if known.written is None:
+        if known.program is None or known.out is None:
             return self._through(x, step)
-        known.written.program.run(_inputs(x, step))
-        return known.written.out
+        known.program.run(_inputs(x, step))
+        return known.out
 
     def _known_of(self, step: AttentionStep, shape: Shape) -> _Known:
         shapes = self._known.setdefault(step.mix or self._no_mix, OrderedDict())
@@ -119,9 +120,10 @@ class Replay:
         own = replace(step, cos=cos, sin=sin, plan=replace(step.plan, paged=paged))
         with recording(program):
             out = self._through(own_x, own)
+        if self._version != self._loaded.weights_version:
+            program.native.refuse("the weights began to change")
         if program.refusal is None:
-            plans = () if step.mix is None else tuple(step.mix.plans.values())
-            known.written = _Written(program, out, plans)
+            known.program, known.out = program, out
         else:
             log.debug("steps of %d rows are not written down: %s", len(x), program.refusal)
         return out

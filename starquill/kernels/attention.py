@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from starquill.kernels.native import as_rows, native, serves
-from starquill.kernels.program import empty
+from starquill.kernels.program import empty, keep
 
 MOST_HEAD_DIM = 256  # as in csrc/kernels.h
 BLOCK = 64  # positions of a cache that lie together; kBlock in csrc/kernels.h
@@ -54,6 +54,7 @@ def attend_one(
     batch, heads, _, head_dim = q.shape
     queries, keys, values, cos, sin = (as_rows(part) for part in (q, *new, *rope))
     out = empty((batch, 1, heads * head_dim))
+    keep(*cache)
     tensors = (queries, keys, values, cos, sin, *cache, at.tables, at.starts, out)
     native.attend_at(
         [tensor.data_ptr() for tensor in tensors],

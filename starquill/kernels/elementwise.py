@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from starquill.kernels.native import native, serves
-from starquill.kernels.program import empty
+from starquill.kernels.program import empty, keep
 
 # As in csrc/kernels.h, by the names that `hidden_act` uses.
 ACTS = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1, "relu": 2}
@@ -49,6 +49,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     y = empty(x.shape)
     width = x.shape[-1]
+    keep(weight, bias)
     native.layer_norm_at(
         [part.data_ptr() for part in (x, weight, bias, y)],
         [x.numel() // width, width],
@@ -67,6 +68,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     y = empty(x.shape)
     width = weight.shape[0]
+    keep(weight)
     native.rms_norm_at(
         [x.data_ptr(), weight.data_ptr(), y.data_ptr()],
         [x.numel() // width, width],

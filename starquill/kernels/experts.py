@@ -10,7 +10,7 @@ from torch import Tensor
 from starquill.kernels.elementwise import ACTS
 from starquill.kernels.matmul import AffineKernel, way
 from starquill.kernels.native import as_rows, native
-from starquill.kernels.program import empty
+from starquill.kernels.program import empty, keep
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ def weighted(
         if bias is not None and stack is not None and bias.numel() != stack.kernel.shape[0]:
             raise ValueError(f"bias {list(bias.shape)} does not fit {list(stack.kernel.shape)}")
     out = empty(x.shape)
+    keep(*stacks, *biases)
     gate, up, down = (None if stack is None else stack.kernel.handle for stack in stacks)
     addresses = (*biases, rows, chosen, weights, out)
     native.mixture_at(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from starquill.kernels.native import FLOAT_TYPES, as_rows, is_float, native, serves
-from starquill.kernels.program import empty
+from starquill.kernels.program import empty, keep
 
 # As in csrc/ops.h. Each row of x comes out the same in any company, but not the same both ways.
 _ROWS, _BANDS, _EXACT = 0, 1, 2
@@ -70,6 +70,7 @@ class AffineKernel:
             bias = as_rows(bias)
             self._bias = bias
         out = empty((*lead, outputs))
+        keep(self, bias)
         self._native.matmul_at(
             rows.data_ptr(),
             math.prod(lead),
@@ -105,6 +106,7 @@ class AffineKernel:
         """Rows `ids` int64 `[...]`, as `[..., in]` float32; IndexError for one not there."""
         ids = ids.contiguous()
         out = empty((*ids.shape, self._shape[1]))
+        keep(self)
         self._native.rows_at(ids.data_ptr(), ids.numel(), out.data_ptr(), torch.get_num_threads())
         return out
 
@@ -139,6 +141,7 @@ def dense_matmul(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     float_bias = None if bias is None else as_rows(bias)
     bias_at = 0 if float_bias is None else float_bias.data_ptr()
     out = empty((*lead, outputs))
+    keep(matrix, float_bias)
     native.dense_matmul_at(
         [
             matrix.data_ptr(),

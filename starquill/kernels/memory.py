@@ -28,13 +28,17 @@ def aligned(nbytes: int) -> NDArray[np.uint8]:
 def for_weights(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
     """A tensor whose values are anything yet, for what will be read again and again.
 
-    A step goes over all weights, and looking up pages of 4 KiB takes some of its time.
+    A step goes over all weights, and looking up pages of 4 KiB takes some of its time. Raises
+    MemoryError.
     """
     shape = tuple(shape)
     nbytes = math.prod(shape) * dtype.itemsize
     if sys.platform != "linux" or nbytes < LARGE_PAGE:
         return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for {nbytes:,} bytes: {error.strerror}") from None
     with suppress(OSError):  # a kernel without large pages
         memory.madvise(HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

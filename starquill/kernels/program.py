@@ -1,4 +1,15 @@
-"""A step's native operations, written down as they run, to run again without Python."""
+"""A step's native operations, written down as they run, to run again without Python.
+
+Every native call of a recorded step adds itself to a `Program`, with the addresses that it was
+given. Three things make it safe to run them again:
+
+- What operations hand to each other lies in memory of the program's own (`empty`). Native code
+  knows that memory, and refuses a step in which an operation reads or writes any other: a tensor
+  that torch or numpy made in between, a copy included, is noticed where it is used.
+- What else they point to, weights and biases and caches, is kept by the program (`keep`).
+- What torch does without making a tensor that is read, such as writing into one, or taking a number
+  out of one, is seen by a function mode, and refused too.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +51,17 @@ class Arena:
 
 
 class Program:
-    """What `recording` has written down. It computes with the values that are in `inputs` then.
+    """What `recording` has written down.
 
-    Native code has addresses alone: weights and caches stay where they were as long as it is run.
-    What it makes is valid until a program of the same arena is run.
+    `run` copies new values into `inputs` and repeats the operations. What they made then holds the
+    result until another program of the same arena runs, whose scratch it may be.
     """
 
     def __init__(self, inputs: Iterable[Tensor], arena: Arena) -> None:
         assert native is not None
         self.native = native.Program()
         self.inputs = tuple(inputs)
+        self.kept: list[object] = []
         self._arena = arena
         for tensor in self.inputs:
             self.native.own(tensor.data_ptr(), tensor.nbytes)
@@ -88,6 +100,12 @@ def empty(shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
     return _recorder.program.empty(tuple(shape), dtype)
 
 
+def keep(*objects: object) -> None:
+    """What the next native call points to must live as long as a program that it is in."""
+    if _recorder.program is not None:
+        _recorder.program.kept.extend(objects)
+
+
 # What may be asked of a tensor in a recorded step. Some of these copy where they can't make a view:
 # a copy is not in the program's memory, and who reads it is refused.
 _LOOKING = {"__get__", "__len__", "data_ptr", "dim", "is_contiguous", "numel", "size", "stride"}
@@ -114,9 +132,9 @@ class _Watch(TorchFunctionMode):
 def recording(program: Program) -> Iterator[None]:
     """Write down all native operations of this thread, which take place as well."""
     assert _recorder.program is None, "one program at a time"
-    _recorder.program = program
-    program.native.begin()
     try:
+        _recorder.program = program
+        program.native.begin()
         with _Watch(program):
             yield
     finally:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from starquill.kernels.lora import LoraTerm, add_packed, pack, takes
 from starquill.kernels.native import as_rows
+from starquill.kernels.program import keep
 from starquill.quant.weight import DenseWeight, Weight
 
 
@@ -26,7 +27,7 @@ class AdapterMix:
 
     slots: tuple[int, ...]
     scales: Tensor
-    plans: dict[int, _Plan] = field(default_factory=dict)
+    plans: dict[tuple[int, bool], _Plan] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> list[list[float]]:
@@ -99,6 +100,7 @@ class LoraBank:
         plan = self._plan(mix, (x.shape[0], x.shape[1]))
         base = y.clone() if plan.wholes else y
         if plan.packed is not None:
+            keep(plan)
             rows = as_rows(y)
             add_packed(rows, as_rows(x), None if bias is None else as_rows(bias), plan.packed)
             y = rows if y.dtype is torch.float32 else rows.to(y.dtype)
@@ -111,7 +113,9 @@ class LoraBank:
         return y
 
     def _plan(self, mix: AdapterMix, shape: tuple[int, int]) -> _Plan:
-        parts, known = self.parts, mix.plans.get(self.index)
+        # A step's plan and that of a prompt's piece, which the same mix may be for.
+        key = (self.index, shape[1] == 1)
+        parts, known = self.parts, mix.plans.get(key)
         if known is not None and known.parts is parts and known.shape == shape:
             return known
         if mix.scales.dim() == 2:
@@ -121,7 +125,7 @@ class LoraBank:
         able = bool(terms) and takes(mix.scales, terms)
         plan = _Plan(parts, shape, terms, pack(terms) if able else None, wholes)
         if mix.scales.dim() == 2:
-            mix.plans[self.index] = plan
+            mix.plans[key] = plan
         return plan
 
 

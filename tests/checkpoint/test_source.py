@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 from pathlib import Path
@@ -56,6 +57,25 @@ def test_a_file_that_became_shorter_is_told(source: SafetensorsSource, tmp_path:
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="a cannot be mapped"):
         source.map("a")
+
+
+def test_a_file_that_changed_while_it_was_mapped(source: SafetensorsSource, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    kept = source.map("a")
+    save_aligned({n: torch.zeros_like(t) for n, t in TENSORS.items()}, tmp_path / "other", {})
+    (tmp_path / "other").replace(path)
+    assert not source.map("b").any()
+    assert torch.equal(kept, TENSORS["a"])
+    second = source.map("b")
+    os.truncate(path, 4096)
+    with pytest.raises(CheckpointError, match="became shorter while it was read"):
+        source.map("a")
+    assert second.shape == TENSORS["b"].shape
+
+
+def test_too_little_memory_is_told_as_such() -> None:
+    with pytest.raises(MemoryError, match="no memory for"):
+        for_weights([1 << 60], torch.uint8)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's large pages")

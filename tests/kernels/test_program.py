@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from starquill.kernels import elementwise, program
+from starquill.kernels.matmul import dense_matmul
 from starquill.kernels.native import native
 from starquill.kernels.program import Arena, Program, recording
 from starquill.quant.affine import AffineWeight, pack
@@ -112,6 +113,20 @@ def _one_by_one(x: Tensor) -> Tensor:
 def test_what_is_not_written_down_whole_is_refused(step: Step) -> None:
     made, _ = _written(step, torch.randn(2, 1, 64))
     assert made.refusal is not None
+
+
+def test_a_weight_that_is_copied_is_kept() -> None:
+    """Its kernel takes contiguous ones alone."""
+    weight = torch.randn(8, 12).T
+
+    def step(x: Tensor) -> Tensor:
+        return dense_matmul(weight, x, None)
+
+    made, out = _written(step, torch.randn(2, 1, 8))
+    taken = [torch.full((12, 8), 1e3) for _ in range(200)]  # whatever was freed
+    x = torch.randn(2, 1, 8)
+    made.run([x])
+    assert torch.equal(out, step(x)), len(taken)
 
 
 def test_after_a_failure_nothing_is_written_down() -> None:
