@@ -103,6 +103,14 @@ struct Tables {
   }
 };
 
+// A run of rows [first, end) of one sequence, at most kRun, against keys [start, stop), whole blocks:
+// so much that many threads have work where there are few heads. Pieces end where positions are
+// multiples of kSpan, so that what a row gets does not depend on others, nor on threads.
+struct AttentionPiece {
+  int64_t first, end, start, stop;
+  float* partial;  // of each key head partial_floats; or null, where a run has but one piece
+};
+
 // A new token of each row, at `positions`: query and key are rotated (dimension i with i + Dh/2),
 // key and value are stored, and the query sees the last `window` positions. Several rows may be
 // of one sequence: all are stored before any query looks.
@@ -119,13 +127,20 @@ struct Attention {
   float* out;             // [B, Hq, Dh]
   int64_t rows, query_heads, key_heads, head_dim, window;
   float scale;
-  // Where runs of at most kRun rows of one sequence begin, and `rows` behind the last.
-  const int64_t* runs;
+  const AttentionPiece* pieces = nullptr;
+  const int64_t* runs = nullptr;  // where the pieces of each run begin, and behind the last
+
+  int64_t heads() const { return query_heads / key_heads; }
 };
 
 constexpr int64_t kRun = 8;
+constexpr int64_t kSpan = 8 * kBlock;  // positions of a piece
+// What a key head's queries come to in a piece: [queries, Dh], and two numbers of each.
+inline int64_t partial_floats(const Attention& job, const AttentionPiece& piece) {
+  return (piece.end - piece.first) * job.heads() * (job.head_dim + 2);
+}
 inline int64_t attention_floats(const Attention& job) {
-  const int64_t queries = kRun * (job.query_heads / job.key_heads);
+  const int64_t queries = kRun * job.heads();
   return queries * (job.head_dim + kBlock + 2) + job.head_dim * kBlock;
 }
 
@@ -244,8 +259,9 @@ struct Kernels {
   void (*exact)(const Exact&, int64_t begin, int64_t end, float* scratch);  // [width] scratch
   void (*dense)(const DenseMatmul&, int64_t begin, int64_t end);
   void (*remember)(const Attention&, int64_t begin, int64_t end);  // of rows times key heads
-  // Of runs times key heads; attention_floats of scratch.
+  // Of pieces times key heads; attention_floats of scratch.
   void (*attend)(const Attention&, int64_t begin, int64_t end, float* scratch);
+  void (*merge)(const Attention&, int64_t begin, int64_t end);  // of runs times key heads
   void (*flash)(const Flash&, int64_t begin, int64_t end, float* scratch);  // of flash_pieces
   void (*layer_norm)(const LayerNorm&, int64_t begin, int64_t end);
   void (*rotation)(const Rotation&, int64_t begin, int64_t end);  // of rows times heads times tokens

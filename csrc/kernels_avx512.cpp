@@ -18,7 +18,7 @@ namespace starquill {
 
 const Kernels avx512_kernels = {
     "avx512",   Simd::bytes, quantize, largest, quantize_activations,
-    decode,  prefill,     dequantize, exact, dense, remember, attend,
+    decode,  prefill,     dequantize, exact, dense, remember, attend, merge,
     flash,   layer_norm,  rotation, store, add, gelu,
     shrink,  expand,     gated,   add_scaled, rms_norm, route,
     sparsemixer,

@@ -245,7 +245,7 @@ void attend_at(const std::array<uintptr_t, 10>& at, const std::array<int64_t, 6>
   const auto [rows, query_heads, key_heads, table_width, head_dim, window] = shape;
   const Attention job{floats(0), floats(1), floats(2), floats(3), floats(4), floats(5), floats(6),
                       Tables{integers(7), table_width}, integers(8), floats(9), rows, query_heads,
-                      key_heads, head_dim, window, scale, nullptr};
+                      key_heads, head_dim, window, scale};
   perform({{job.q, job.new_k, job.new_v, job.cos, job.sin, job.tables.block, job.positions}, {job.out}},
           threads, [job](int n) { attend(job, n); });
 }

@@ -165,32 +165,81 @@ void quantize(const Quantize& job, int64_t rows, int threads) {
                [&](int64_t begin, int64_t end) { kernels->quantize(job, begin, end); });
 }
 
-// Rows whose blocks are the same, at positions that follow each other, are of one sequence.
-static void find_runs(const Attention& job, std::vector<int64_t>& runs) {
-  runs.assign(1, 0);
-  const auto table = [&](int64_t row) { return job.tables.block + row * job.tables.width; };
-  for (int64_t row = 1; row < job.rows; ++row) {
-    const bool follows = job.positions[row] == job.positions[row - 1] + 1 &&
-                         row - runs.back() < kRun &&
-                         std::equal(table(row), table(row) + job.tables.width, table(row - 1));
-    if (!follows) runs.push_back(row);
+namespace {
+
+// How attention is cut into pieces.
+struct Cut {
+  std::vector<AttentionPiece> pieces;
+  std::vector<int64_t> runs;
+  Scratch partials;
+
+  // Rows whose blocks are the same, at positions that follow each other, are of one sequence.
+  void make(const Attention& job) {
+    pieces.clear(), runs.clear();
+    const auto table = [&](int64_t row) { return job.tables.block + row * job.tables.width; };
+    for (int64_t first = 0, row = 1; row <= job.rows; ++row) {
+      const bool follows = row < job.rows && job.positions[row] == job.positions[row - 1] + 1 &&
+                           row - first < kRun &&
+                           std::equal(table(row), table(row) + job.tables.width, table(row - 1));
+      if (follows) continue;
+      add_run(job, first, row);
+      first = row;
+    }
+    runs.push_back(static_cast<int64_t>(pieces.size()));
+    take_memory(job);
   }
-  runs.push_back(job.rows);
-}
+
+ private:
+  void add_run(const Attention& job, int64_t first, int64_t end) {
+    runs.push_back(static_cast<int64_t>(pieces.size()));
+    const int64_t seen = std::max<int64_t>(job.positions[first] + 1 - job.window, 0);
+    const int64_t last = job.positions[end - 1];
+    for (int64_t start = seen / kBlock * kBlock; start <= last;) {
+      const int64_t stop = (start / kSpan + 1) * kSpan;
+      pieces.push_back({first, end, start, stop, nullptr});
+      start = stop;
+    }
+  }
+
+  // For the pieces of runs that have several.
+  void take_memory(const Attention& job) {
+    offsets_.assign(pieces.size(), -1);
+    int64_t floats = 0;
+    for (size_t run = 0; run + 1 < runs.size(); ++run)
+      for (int64_t i = runs[run]; i < runs[run + 1] && runs[run + 1] - runs[run] > 1; ++i) {
+        offsets_[i] = floats;
+        floats += job.key_heads * partial_floats(job, pieces[i]);
+      }
+    float* memory = reinterpret_cast<float*>(partials.take(4 * floats));
+    for (size_t i = 0; i < pieces.size(); ++i)
+      if (offsets_[i] >= 0) pieces[i].partial = memory + offsets_[i];
+  }
+
+  std::vector<int64_t> offsets_;
+};
+
+thread_local Cut cut;
+
+}  // namespace
 
 void attend(const Attention& job, int threads) {
   const int64_t pairs = job.rows * job.key_heads;
   parallel_for(threads, pairs, kElements / job.head_dim + 1,
                [&](int64_t begin, int64_t end) { kernels->remember(job, begin, end); });
-  thread_local std::vector<int64_t> runs;
-  find_runs(job, runs);
+  cut.make(job);
   Attention all = job;
-  all.runs = runs.data();
-  const int64_t pieces = static_cast<int64_t>(runs.size() - 1) * job.key_heads;
-  parallel_for(threads, pieces, 1, [&](int64_t begin, int64_t end) {
+  all.pieces = cut.pieces.data();
+  all.runs = cut.runs.data();
+  const int64_t pieces = static_cast<int64_t>(cut.pieces.size());
+  parallel_for(threads, pieces * job.key_heads, 1, [&](int64_t begin, int64_t end) {
     float* scratch = reinterpret_cast<float*>(row_scratch.take(4 * attention_floats(job)));
     kernels->attend(all, begin, end, scratch);
   });
+  const int64_t runs = static_cast<int64_t>(cut.runs.size()) - 1;
+  if (pieces == runs) return;
+  const int64_t floats = pieces * job.heads() * job.head_dim;
+  parallel_for(threads, runs * job.key_heads, kElements * runs / floats + 1,
+               [&](int64_t begin, int64_t end) { kernels->merge(all, begin, end); });
 }
 
 void flash(const Flash& job, int threads) {

@@ -21,7 +21,9 @@ if native is None:
     pytest.skip("the native kernels were not built", allow_module_level=True)
 
 
-windows = st.one_of(st.none(), st.integers(1, 200))
+windows = st.one_of(st.none(), st.integers(1, 200), st.integers(400, 1100))
+# Of tokens that are there; the longer ones are worked on in several pieces.
+lengths_before = st.one_of(st.integers(0, 300), st.integers(490, 1300))
 head_dims = st.one_of(st.sampled_from([64, 128, 256]), st.integers(1, 40).map(lambda n: 2 * n))
 head_counts = st.tuples(st.integers(1, 3), st.integers(1, 20))
 
@@ -33,7 +35,7 @@ def test_attention_is_torchs(
 ) -> None:
     """One or more new tokens of several sequences, whose blocks lie anywhere."""
     kv_heads, group = heads
-    lengths = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=3))
+    lengths = data.draw(st.lists(lengths_before, min_size=1, max_size=3))
     new = data.draw(st.lists(st.integers(1, 10), min_size=len(lengths), max_size=len(lengths)))
     torch.manual_seed(sum(lengths) * head_dim)
     width = blocks_for(max(lengths) + 10)
@@ -73,22 +75,28 @@ def test_attention_is_torchs(
 
 
 @pytest.mark.parametrize("isa", native.isa_levels())
-@pytest.mark.parametrize("window", [None, 5, 70])
-def test_a_row_attends_the_same_in_any_company(isa: str, window: int | None) -> None:
-    """Rows of one sequence share a reading of its keys; what each gets is what it gets alone."""
+@pytest.mark.parametrize("window", [None, 5, 70, 600])
+@pytest.mark.parametrize("length", [60, 507, 1030])
+def test_a_row_attends_the_same_in_any_company(isa: str, window: int | None, length: int) -> None:
+    """Rows of one sequence share a reading of its keys; what each gets is what it gets alone.
+
+    On any number of threads: pieces end at the same positions.
+    """
     torch.manual_seed(0)
-    tables = torch.randperm(12).view(3, 4)
-    starts = [(0, 60 + i) for i in range(11)] + [(1, 200)] + [(2, i) for i in range(3)]
+    tables = torch.randperm(54).view(3, 18)
+    starts = [(0, length + i) for i in range(11)] + [(1, 200)] + [(2, i) for i in range(3)]
     order = [table for table, _ in starts]
     q = torch.randn(len(starts), 6, 1, 20)
     new = (torch.randn(len(starts), 2, 1, 20), torch.randn(len(starts), 2, 1, 20))
     rope = (torch.rand(len(starts), 1, 1, 20), torch.rand(len(starts), 1, 1, 20))
-    cache = (torch.randn(12, 2, BLOCK, 20), torch.randn(12, 2, BLOCK, 20))
+    cache = (torch.randn(54, 2, BLOCK, 20), torch.randn(54, 2, BLOCK, 20))
     at = Paged(tables[order], torch.tensor([p for _, p in starts]), window)
     before = native.isa()
     native.select_isa(isa)
     try:
+        torch.set_num_threads(3)
         together = attend_one(q, new, rope, cache, at)
+        torch.set_num_threads(1)
         for row in range(len(starts)):
             one = slice(row, row + 1)
             alone = attend_one(

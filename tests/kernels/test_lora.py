@@ -137,7 +137,8 @@ def test_native_is_plain_torch(sizes: tuple[int, int], tokens: int, data: st.Dat
     bank, mix = LoraBank(0, parts), AdapterMix((0, 1), torch.tensor([[0.7, -0.3]]))
     ours = bank.add_to(y.clone(), x, mix, None)
     plain = y.clone()
-    lora.add_plainly(plain, x, None, mix.plans[0].terms)
+    (plan,) = mix.plans.values()
+    lora.add_plainly(plain, x, None, plan.terms)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-3)
 
 
