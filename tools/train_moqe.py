@@ -1,12 +1,12 @@
 """Train the small mixture of experts that `benchmarks/moqe.py` quantizes, and its dense twin.
 
     python tools/train_tiny.py corpus rows ...     # the embedded model's data, see there
-    python tools/train_moqe.py --work build/tiny --out benchmarks/data/moqe --minutes 15
+    python tools/train_moqe.py --work build/tiny --out benchmarks/data/moqe --minutes 36 --threads 2
 
 The mixture is a `starcoder2_moe` of 4 layers of width 128, 8 experts of 192, two for each token;
 the twin a `starcoder2` whose MLPs are 384 wide: as many weights work on a token. Both see the same
 rows in the same order in turns, in one process. Their embeddings begin as the 128 main directions
-of the embedded model's, so that a quarter of an hour is enough to learn something.
+of the embedded model's, so that half an hour is enough to learn something.
 
 The mixture's loss has Switch's term for even load (arXiv 2101.03961). Computes in bfloat16 while
 the optimizers keep float32 weights, like `tools/train_tiny.py`.
