@@ -29,8 +29,8 @@ class _Known:
     """How often steps of one shape have come, and what one of them was written down as.
 
     `program` keeps the weights, the cache and the adapters' parts that it points to; `out` is what
-    comes out of the layers. `times` is a power of two when it is tried: the first step makes ready
-    what weights and adapters make ready once, and what was in the way may be gone later.
+    comes out of the layers. It is tried when `times` is a power of two: what is in the way, such
+    as what weights and adapters make ready at their first use, may be gone later.
     """
 
     times: int = 0
@@ -39,7 +39,7 @@ class _Known:
 
     @property
     def is_due(self) -> bool:
-        return self.program is None and self.times > 1 and self.times & (self.times - 1) == 0
+        return self.program is None and self.times & (self.times - 1) == 0
 
 
 class _NoMix:
@@ -47,7 +47,7 @@ class _NoMix:
 
 
 class Replay:
-    """`hidden` of a model: a step whose shape has come before is written down, then run from there.
+    """`hidden` of a model: the first step of a shape is written down, others are run from there.
 
     A program is of one version of the weights, and none is kept when they begin to change.
     """

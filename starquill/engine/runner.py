@@ -127,10 +127,10 @@ class Runner:
         for table, (place, _) in zip(tables, rows, strict=True):
             table[: len(place.table)] = place.table
         batch = StepBatch(
-            torch.tensor([token for new in ids for token in new])[:, None],
-            torch.tensor([position for _, position in rows])[:, None],
+            _column([token for new in ids for token in new]),
+            _column([position for _, position in rows]),
             torch.from_numpy(tables),
-            torch.tensor([place.span for place, _ in rows]),
+            _column([place.span for place, _ in rows])[:, 0],
             self.cache,
             mix,
             _routes(places, ids) if self.loaded.config.pools else None,
@@ -157,6 +157,11 @@ class Runner:
             raise NumericsError(
                 f"{self.loaded.name} computed logits that are not finite in {dtype}; {remedy}"
             )
+
+
+def _column(values: list[int]) -> Tensor:
+    """`[N, 1]` int64. By way of numpy, which takes a third of the time."""
+    return torch.from_numpy(np.array(values, dtype=np.int64)[:, None])
 
 
 def _rounded(width: int) -> int:
