@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -297,10 +298,28 @@ def test_a_prompt_between_two_steps_does_not_matter(tmp_path: Path, runs: _Runs)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_child_runs_on(tmp_path: Path) -> None:
+    """Forked while another thread is in the middle of a step."""
+    torch.set_num_threads(1)
     loaded = load(tiny.write_checkpoint(tmp_path, tiny.config()))
-    _decoded(Runner(loaded, 40), [5], steps=4)
+    reached, go_on = threading.Event(), threading.Event()
+    embed, parent = loaded.model.embed, threading.main_thread()
+
+    def held(ids: Tensor, mix: Any = None) -> Tensor:
+        if threading.current_thread() is not parent and ids.shape[1] == 1:
+            reached.set()
+            assert go_on.wait(60)
+        return embed(ids, mix)
+
+    loaded.model.embed = held
+    beside = threading.Thread(target=_decoded, args=(Runner(loaded, 40), [5], None, 1))
+    beside.start()
+    assert reached.wait(60)
     child = os.fork()
     if child == 0:
+        signal.alarm(30)
         _decoded(Runner(loaded, 40), [5], steps=4)
         os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    found = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    go_on.set()
+    beside.join()
+    assert found == 7
