@@ -130,7 +130,10 @@ def test_the_text_is_the_same_to_the_last_bit(loaded: LoadedModel, temperature: 
                 proposed += generation.stats.proposed_tokens
                 accepted += generation.stats.accepted_tokens
         assert found[0] == found[1]
-    assert proposed > accepted > 0
+    # How much is proposed depends on how long steps took: the likeliest text may all be foreseen.
+    assert proposed >= accepted > 0
+    if temperature > 0:
+        assert proposed > accepted
 
 
 @pytest.mark.parametrize("end", ["stop", "length", "token"])
