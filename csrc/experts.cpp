@@ -233,6 +233,13 @@ class Work {
   float* made_ = nullptr;  // [pairs, width_]
 };
 
+// Experts of rows of logits, by one of the two ways.
+void choose(Routing job, int64_t rows, int threads, decltype(Kernels::route) kernel) {
+  job.scratch = reinterpret_cast<float*>(between.take(4 * rows * job.experts));
+  parallel_for(threads, rows, kElements / (job.experts * job.top) + 1,
+               [&](int64_t begin, int64_t end) { kernel(job, begin, end); });
+}
+
 }  // namespace
 
 void mixture(const Mixture& job, Way way, int threads) {
@@ -249,15 +256,11 @@ void mixture(const Mixture& job, Way way, int threads) {
 }
 
 void route(Routing job, int64_t rows, int threads) {
-  job.scratch = reinterpret_cast<float*>(between.take(4 * rows * job.experts));
-  parallel_for(threads, rows, kElements / (job.experts * job.top) + 1,
-               [&](int64_t begin, int64_t end) { chosen_kernels().route(job, begin, end); });
+  choose(job, rows, threads, chosen_kernels().route);
 }
 
 void sparsemixer(Routing job, int64_t rows, int threads) {
-  job.scratch = reinterpret_cast<float*>(between.take(4 * rows * job.experts));
-  parallel_for(threads, rows, kElements / (job.experts * 4) + 1,
-               [&](int64_t begin, int64_t end) { chosen_kernels().sparsemixer(job, begin, end); });
+  choose(job, rows, threads, chosen_kernels().sparsemixer);
 }
 
 }  // namespace starquill

@@ -31,7 +31,7 @@ void flash_tile(const Flash& job, int64_t row, int64_t head, int64_t first, int6
     const int64_t keys = lesser<int64_t>(kBlock, end - start);
     const int64_t place = job.tables.place(row, start, job.key_heads, head) * n;
     const float* v = job.v + place;
-    transpose_keys(job.k + place, n, keys, to.transposed, job.v + place);
+    transpose_keys(job.k + place, n, keys, to.transposed, v);
     for (int64_t h = 0; h < heads; ++h) {
       const float* q = job.q + ((row * job.query_heads + head * heads + h) * job.queries + first) * n;
       gemm(q, n, to.transposed, kBlock, to.scores, kBlock, count, kBlock, n, false);

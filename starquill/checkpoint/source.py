@@ -144,9 +144,7 @@ class SafetensorsSource:
             )
         self._locations = {name: headers[path][name] for name, path in place.items()}
         self.infos = {name: location.info for name, location in self._locations.items()}
-        self._mapped: WeakValueDictionary[tuple[Path, int, int, int], mmap.mmap] = (
-            WeakValueDictionary()
-        )
+        self._mapped: WeakValueDictionary[_FileKey, mmap.mmap] = WeakValueDictionary()
 
     def read(self, name: str) -> Tensor:
         """One tensor, in memory of its own."""

@@ -42,10 +42,6 @@ class _Known:
         return self.program is None and self.times & (self.times - 1) == 0
 
 
-class _NoMix:
-    """Stands for the mix of a step without adapters."""
-
-
 class Replay:
     """`hidden` of a model: the first step of a shape is written down, others are run from there.
 
@@ -56,14 +52,13 @@ class Replay:
         self._loaded = loaded
         self._arena = Arena()
         self._version = 0
-        self._no_mix = _NoMix()
         self.forget()
         if loaded.requantizer is not None:
             loaded.requantizer.watchers.add(self)
 
     def forget(self) -> None:
         """Let go of all weights; from any thread. A step that runs goes on with those it has."""
-        # By mix of adapters: they go when it does.
+        # By mix of adapters: they go when it does. This itself stands for none.
         self._known: WeakKeyDictionary[Any, OrderedDict[Shape, _Known]] = WeakKeyDictionary()
 
     def hidden(self, batch: StepBatch) -> Tensor:
@@ -100,7 +95,7 @@ class Replay:
         return known.out
 
     def _known_of(self, step: AttentionStep, shape: Shape) -> _Known:
-        shapes = self._known.setdefault(step.mix or self._no_mix, OrderedDict())
+        shapes = self._known.setdefault(step.mix or self, OrderedDict())
         known = shapes.setdefault(shape, _Known())
         shapes.move_to_end(shape)
         if len(shapes) > MOST_SHAPES:
